@@ -1,0 +1,149 @@
+"""Frozen configuration of every command; ``conf/`` is validated into it once, before any heavy
+work.
+
+Unknown key, wrong type or impossible combination: one ``ValueError`` that names the field, the
+value and
+what is allowed. Nothing reads raw dictionaries or environment variables after that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from data_prep.config import DataConfig
+from runtime.config import EngineConfig
+
+Codec = Literal["bf16", "fp8_e4m3", "fp32"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run lives: every stage writes below ``root/name`` and can be started again
+    there.
+    """
+
+    name: str
+    root: str = "runs"
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The target model: a local Hugging Face directory, a ``.gguf`` file, or a built-in name."""
+
+    path: str
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trust_remote_code: bool = False
+    cache_dir: str = ""  # de-quantised GGUF targets; empty = ~/.cache/mtp-train
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The head to train. Dimensions come from the target."""
+
+    kind: Literal["mtp"] = "mtp"
+    init: Literal["random", "last_layer"] = "random"
+    concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    first_embedding_mask: bool = True
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """smooth-L1(hidden) + soft cross-entropy(distribution), unrolled over K steps with weights
+    beta^k.
+    """
+
+    hidden_weight: float = 0.1
+    logit_weight: float = 1.0
+    num_unroll_steps: int = 1
+    step_decay: float = 1.0  # beta
+    sub_vocab_size: int = (
+        0  # 0 = full vocabulary; else the n most frequent answer tokens, tail mass kept
+    )
+    row_chunk: int = 512
+    vocab_chunk: int = 8192
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Optimisation. Tokens are packed rows of the feature store."""
+
+    epochs: int = 1
+    max_steps: int = 0  # 0 = epochs decide
+    tokens_per_step: int = 4096  # per optimiser step, over all ranks and accumulation
+    gradient_accumulation: int = 1
+    learning_rate: float = 1e-3
+    schedule: Literal["linear", "cosine", "wsd"] = "linear"
+    warmup_share: float = 0.05
+    decay_share: float = 0.2  # wsd: share of the steps spent decaying
+    min_lr_share: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    checkpoint_every: int = 200
+    keep_last: int = 2
+    validate_every: int = 200
+    log_every: int = 10
+    max_nonfinite_run: int = 8
+    wandb: Literal["disabled", "offline", "online"] = "offline"
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What of DeepSpeed the user may choose; everything else is derived."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """The feature store. ``path`` empty = ``runs/<name>/features``; a sweep shares one by
+    setting it.
+    """
+
+    path: str = ""
+    source: Literal["runtime", "huggingface"] = "runtime"
+    codec: Codec = "bf16"
+    shard_tokens: int = 65536
+    max_batch_tokens: int = 4096
+    p0_samples_per_shard: int = 2
+    p0_max_logprob_gap: float = 1e-4  # fp32, before the codec
+    p0_max_kl: float = 0.01  # nats, after the codec
+    max_nonfinite_share: float = 0.001
+    min_free_disk_share: float = 0.05
+
+
+@dataclass(frozen=True)
+class ValidateConfig:
+    """Acceptance measurement in the runtime, during training and in the ladder."""
+
+    k: int = 3
+    num_prompts: int = 32
+    max_tokens: int = 128
+    temperature: float = 0.0
+    placement: Literal["inline", "subprocess"] = "inline"
+    head: str = ""  # `mtp validate`: native head directory; empty = runs/<name>/head
+    sets: tuple[str, ...] = ("mtbench",)  # final evaluation only
+    min_drafts: int = 3000  # P3 in bf16
+    rungs: tuple[str, ...] = ("P0", "P1", "P2", "P3", "P4", "P5")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One command's whole configuration."""
+
+    run: RunConfig
+    target: TargetConfig
+    data: DataConfig
+    seed: int = 1234
+    head: HeadConfig = HeadConfig()
+    loss: LossConfig = LossConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    runtime: EngineConfig = EngineConfig()
+    validate: ValidateConfig = ValidateConfig()

@@ -1,0 +1,239 @@
+"""The weights contract of a draft head: read by the trainer's twin and by the inference head alike.
+
+``HeadSpec`` is versioned, strict JSON and the only thing that writes a native ``config.json``. The
+native
+directory is ``config.json`` + ``model.safetensors`` (embedding and lm_head are the target's, never
+stored).
+
+Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` and the embedding of token
+``t_{i+1}``, sits at rotary position ``i``, stores K/V at slot ``i``, predicts ``t_{i+2}`` and
+``g_{i+1}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+SPEC_VERSION = 1
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """RoPE parameters. ``llama3`` uses the last four fields (Llama 3.1 report; transformers'
+    naming).
+    """
+
+    theta: float
+    kind: Literal["default", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True)
+class NormPlacement:
+    """Which RMSNorms exist. EAGLE-1 is all false but ``post_attention``."""
+
+    enorm: bool = True
+    hnorm: bool = True
+    input: bool = True
+    post_attention: bool = True
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """A reduced draft vocabulary: the ids are tensor ``draft_vocab_ids`` (int64 ``[size]``,
+    ascending).
+    """
+
+    size: int
+    coverage: float  # share of answer tokens of the training set whose id is in the list
+    ids_sha256: str
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Everything a runtime must know to compute what the trainer computed."""
+
+    kind: Literal["mtp"]
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeSpec
+    norm_eps: float
+    target_fingerprint: str
+    version: int = SPEC_VERSION
+    num_layers: int = 1
+    block: Literal["llama"] = "llama"
+    concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
+    hidden_source: Literal["g"] = "g"
+    norms: NormPlacement = NormPlacement()
+    norm_form: Literal["w", "1+w"] = "w"
+    logits_from: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycle: Literal["post_norm", "pre_norm"] = "post_norm"
+    residual: Literal["standard"] = "standard"
+    first_embedding_mask: bool = True
+    position_offset: int = 0
+    embedding: Literal["target"] = "target"
+    lm_head: Literal["target"] = "target"
+    draft_vocab: DraftVocab | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != SPEC_VERSION:
+            raise ValueError(
+                f"head version={self.version}: this build reads version {SPEC_VERSION}"
+            )
+        if self.num_layers != 1:
+            raise ValueError(f"head num_layers={self.num_layers}: only 1 is supported")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"head num_heads={self.num_heads}: must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}"
+            )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The strict tensor list: name -> shape. Linear weights are ``[out, in]``."""
+        width, inner = self.hidden_size, self.intermediate_size
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"eh_proj.weight": (width, 2 * width)}
+        if self.norms.enorm:
+            shapes["enorm.weight"] = (width,)
+        if self.norms.hnorm:
+            shapes["hnorm.weight"] = (width,)
+        layer = "layers.0."
+        if self.norms.input:
+            shapes[layer + "input_layernorm.weight"] = (width,)
+        shapes[layer + "self_attn.q_proj.weight"] = (q_dim, width)
+        shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, width)
+        shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, width)
+        shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
+        if self.norms.post_attention:
+            shapes[layer + "post_attention_layernorm.weight"] = (width,)
+        shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
+        shapes[layer + "mlp.up_proj.weight"] = (inner, width)
+        shapes[layer + "mlp.down_proj.weight"] = (width, inner)
+        if self.norms.final:
+            shapes["norm.weight"] = (width,)
+        if self.draft_vocab is not None:
+            shapes["draft_vocab_ids"] = (self.draft_vocab.size,)
+        return shapes
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
+        """Strict inverse of :meth:`to_json`. Raises ``ValueError`` naming the key."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}: not valid JSON ({error})") from error
+        return _from_mapping(cls, raw, source)
+
+
+def _from_mapping(cls: type[Any], raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{where}: expected an object, got {type(raw).__name__}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in raw:
+        if key not in known:
+            raise ValueError(f"{where}.{key}: unknown key; allowed: {', '.join(sorted(known))}")
+    missing = known - set(raw)
+    if missing:
+        raise ValueError(f"{where}: missing key(s) {', '.join(sorted(missing))}")
+    values = {key: _convert(hints[key], raw[key], f"{where}.{key}") for key in raw}
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where}={value!r}: allowed are {', '.join(map(repr, args))}")
+        return value
+    if args and type(None) in args:
+        inner = next(a for a in args if a is not type(None))
+        return None if value is None else _convert(inner, value, where)
+    if dataclasses.is_dataclass(hint):
+        return _from_mapping(typing.cast(type[Any], hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{where}={value!r}: expected {hint.__name__}, got {type(value).__name__}")
+    return value
+
+
+def hash_vocab_ids(ids: torch.Tensor) -> str:
+    """sha256 of the int64 little-endian bytes of a draft vocabulary's id list."""
+    return hashlib.sha256(ids.to(torch.int64).cpu().numpy().tobytes()).hexdigest()
+
+
+def check_head_tensors(spec: HeadSpec, tensors: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Raise ``ValueError`` naming the first missing, unexpected or mis-shaped tensor."""
+    shapes = spec.tensor_shapes()
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ValueError(f"{source}: tensor {name} {list(shape)} is missing")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"{source}: tensor {name} has shape {list(tensors[name].shape)}, "
+                f"expected {list(shape)}"
+            )
+    for name in tensors:
+        if name not in shapes:
+            raise ValueError(f"{source}: unexpected tensor {name}")
+    if spec.draft_vocab is not None:
+        ids = tensors["draft_vocab_ids"]
+        if hash_vocab_ids(ids) != spec.draft_vocab.ids_sha256:
+            raise ValueError(f"{source}: draft_vocab_ids does not match draft_vocab.ids_sha256")
+
+
+def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the native directory; each file appears by atomic rename (weights first)."""
+    check_head_tensors(spec, tensors, source=str(path))
+    path.mkdir(parents=True, exist_ok=True)
+    staged = path / f".{WEIGHTS_NAME}.{os.getpid()}"
+    contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(contiguous, staged, metadata={"format": "pt", "kind": spec.kind})
+    os.replace(staged, path / WEIGHTS_NAME)
+    staged = path / f".{CONFIG_NAME}.{os.getpid()}"
+    staged.write_text(spec.to_json())
+    os.replace(staged, path / CONFIG_NAME)
+
+
+def load_head(path: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
+    """Read a native directory, strictly. Raises ``ValueError`` naming the file, key or tensor."""
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
+        if not (path / name).is_file():
+            raise ValueError(
+                f"head={path}: {name} is missing; expected a directory written by mtp train"
+            )
+    spec = HeadSpec.from_json((path / CONFIG_NAME).read_text(), source=str(path / CONFIG_NAME))
+    try:
+        with safe_open(path / WEIGHTS_NAME, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path / WEIGHTS_NAME}: damaged safetensors file ({error})") from error
+    check_head_tensors(spec, tensors, source=str(path / WEIGHTS_NAME))
+    return spec, tensors

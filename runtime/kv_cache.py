@@ -1,0 +1,170 @@
+"""Paged K/V memory: page allocator, slot table, and per-model pools.
+
+One :class:`SlotTable` is shared by target and draft; each owns a :class:`KVPool` indexed by the
+same slots.
+Invariants: free + held pages = total; no page is held twice; pools start zeroed (0 * NaN is NaN).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+class OutOfPagesError(Exception):
+    """No free pages: the scheduler preempts somebody."""
+
+
+class PageAllocator:
+    """Hands out pages, lowest first and, where it can, next to the ones a request already holds."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._heap = list(range(num_pages))
+        self._is_free = [True] * num_pages
+        self._num_free = num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """Take ``count`` pages; ``after`` asks for the pages following that one.
+
+        Raises :class:`OutOfPagesError` (and takes nothing) when fewer are free.
+        """
+        if count > self._num_free:
+            raise OutOfPagesError(f"{count} pages wanted, {self._num_free} free")
+        pages: list[int] = []
+        wanted = after + 1 if after is not None else None
+        while len(pages) < count:
+            if wanted is not None and wanted < self.num_pages and self._is_free[wanted]:
+                page = wanted
+            else:
+                page = heapq.heappop(self._heap)
+                while not self._is_free[page]:  # stale entry: taken through ``after``
+                    page = heapq.heappop(self._heap)
+            self._is_free[page] = False
+            self._num_free -= 1
+            pages.append(page)
+            wanted = page + 1
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert not self._is_free[page], f"page {page} freed twice"
+            self._is_free[page] = True
+            self._num_free += 1
+            heapq.heappush(self._heap, page)
+
+
+class SlotTable:
+    """Maps (table row, position) to a K/V slot; rows are given to running requests.
+
+    ``slots_RT`` lives on the host (int64 ``[rows, max_model_len]``): lengths are exact on the host
+    at the
+    start of every step, so planning never reads the device.
+    """
+
+    def __init__(self, *, num_rows: int, max_len: int, page_size: int, num_pages: int) -> None:
+        self.page_size = page_size
+        self.max_len = max_len
+        self.allocator = PageAllocator(num_pages)
+        self.slots_RT = torch.zeros(num_rows, max_len + page_size, dtype=torch.int64)
+        self._pages: list[list[int]] = [[] for _ in range(num_rows)]
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._held_rows: set[int] = set()
+        self._runs: list[int] = [0] * num_rows  # pages in the leading contiguous run
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def acquire_row(self) -> int:
+        row = self._free_rows.pop()
+        self._held_rows.add(row)
+        return row
+
+    def release_row(self, row: int) -> None:
+        self.allocator.free(self._pages[row])
+        self._pages[row] = []
+        self._runs[row] = 0
+        self._held_rows.remove(row)
+        self._free_rows.append(row)
+
+    def num_reserved(self, row: int) -> int:
+        return len(self._pages[row]) * self.page_size
+
+    def pages_missing(self, row: int, length: int) -> int:
+        """Pages to add so that ``length`` tokens have slots."""
+        return max(0, -(-length // self.page_size) - len(self._pages[row]))
+
+    def reserve(self, row: int, length: int) -> None:
+        """Give ``row`` slots for ``length`` tokens. Raises :class:`OutOfPagesError`, changing
+        nothing.
+        """
+        missing = self.pages_missing(row, length)
+        if not missing:
+            return
+        held = self._pages[row]
+        pages = self.allocator.allocate(missing, after=held[-1] if held else None)
+        start = len(held) * self.page_size
+        offsets = torch.arange(self.page_size)
+        slots = (torch.tensor(pages)[:, None] * self.page_size + offsets).flatten()
+        stop = min(start + slots.numel(), self.slots_RT.shape[1])
+        self.slots_RT[row, start:stop] = slots[: stop - start]
+        for page in pages:
+            if self._runs[row] == len(held) and (not held or page == held[-1] + 1):
+                self._runs[row] += 1
+            held.append(page)
+
+    def contiguous_start(self, row: int, length: int) -> int | None:
+        """First slot if the first ``length`` tokens lie in one run of slots, else ``None``."""
+        if self._runs[row] * self.page_size >= length:
+            return self._pages[row][0] * self.page_size
+        return None
+
+    def slots(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """Slots of positions ``start..stop-1`` (int64, host)."""
+        return self.slots_RT[row, start:stop]
+
+    def check(self) -> None:
+        """Integrity: free + held = total, no page held twice, free rows hold nothing."""
+        held = [page for pages in self._pages for page in pages]
+        assert len(held) == len(set(held)), "a page is held twice"
+        assert len(held) + self.allocator.num_free == self.allocator.num_pages, (
+            f"page leak: {len(held)} held + {self.allocator.num_free} free != "
+            f"{self.allocator.num_pages}"
+        )
+        for row in self._free_rows:
+            assert not self._pages[row], f"free row {row} holds pages"
+
+
+class KVPool:
+    """K and V of every layer of one model, indexed by slot: ``k[layer]`` is ``[slots, G, C]``,
+    zeroed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_slots, num_kv_heads, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+
+def gather_slots(table: SlotTable, rows: Sequence[int], lens: Sequence[int]) -> torch.Tensor:
+    """Slots of the first ``lens[i]`` positions of each row, concatenated (int64, host)."""
+    return torch.cat([table.slots(row, 0, n) for row, n in zip(rows, lens, strict=True)])

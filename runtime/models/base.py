@@ -1,0 +1,33 @@
+"""What a schedule may ask of a model. Target and draft head expose the same two calls.
+
+Shape legend: N rows, M selected rows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from runtime.batch import ForwardBatch
+from runtime.kv_cache import KVPool, SlotTable
+
+
+class Model(ABC):
+    """A causal model over a paged cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+
+    @abstractmethod
+    def new_pool(self, num_slots: int) -> KVPool:
+        """A zeroed pool of this model's shape."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
+        """Hidden states ``[N, D]``: the target's post-final-norm ``g``; a head's recycled state."""
+
+    @abstractmethod
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Logits ``[M, V]`` (the model's dtype) of rows that ``forward`` returned."""

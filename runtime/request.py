@@ -1,0 +1,91 @@
+"""Requests, their sampling parameters, and what the engine gives back.
+
+Invariant of a running request: ``committed <= written <= reserved`` (tokens whose target K/V is
+valid and
+final; tokens with any K/V, speculative rows included; tokens with slots).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1``
+    switch off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 switches it off)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. ``request_id`` is unique within an engine while the request lives."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+
+
+@dataclass(frozen=True)
+class SpecStep:
+    """One verification step of one request: K drafted ids, how many were accepted, ids emitted."""
+
+    draft_ids: tuple[int, ...]
+    num_accepted: int
+    start: int  # index in output_ids of the first token this step emitted
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The finished request. ``output_ids`` is trimmed after EOS / stop / length.
+
+    ``steps`` lists every verification step, counted *before* trimming (as vLLM counts).
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    steps: tuple[SpecStep, ...] = ()
+
+
+@dataclass(frozen=True)
+class HiddenRows:
+    """Target hidden states of one sequence: post-final-norm ``g``, one row per token.
+
+    ``key`` is the request id (decoding) or the index as text (``forward_hidden``); ``hidden_TD`` is
+    ``[len(token_ids), D]`` in the model's dtype on the engine's device. From decoding, the last
+    sampled
+    token has no row and is not in ``token_ids``.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    hidden_TD: torch.Tensor = field(repr=False)
