@@ -7,9 +7,9 @@ Invariants: free + held pages = total; no page is held twice; pools start zeroed
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 
@@ -18,12 +18,15 @@ class OutOfPagesError(Exception):
 
 
 class PageAllocator:
-    """Hands out pages, lowest first and, where it can, next to the ones a request already holds."""
+    """Hands out pages; a request that grows gets the page after its last one where that is free.
+
+    A request that starts is put into the middle of the largest gap, so that running requests keep
+    growing in one run of slots and attention can read a slice instead of gathering.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._heap = list(range(num_pages))
-        self._is_free = [True] * num_pages
+        self._is_free = np.ones(num_pages, dtype=bool)
         self._num_free = num_pages
 
     @property
@@ -31,33 +34,42 @@ class PageAllocator:
         return self._num_free
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
-        """Take ``count`` pages; ``after`` asks for the pages following that one.
+        """Take ``count`` pages, following page ``after`` where possible (``None``: a new request).
 
         Raises :class:`OutOfPagesError` (and takes nothing) when fewer are free.
         """
         if count > self._num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self._num_free} free")
         pages: list[int] = []
-        wanted = after + 1 if after is not None else None
+        wanted = after + 1 if after is not None else self._gap_start(count)
         while len(pages) < count:
-            if wanted is not None and wanted < self.num_pages and self._is_free[wanted]:
-                page = wanted
-            else:
-                page = heapq.heappop(self._heap)
-                while not self._is_free[page]:  # stale entry: taken through ``after``
-                    page = heapq.heappop(self._heap)
-            self._is_free[page] = False
-            self._num_free -= 1
-            pages.append(page)
-            wanted = page + 1
+            if wanted >= self.num_pages or not self._is_free[wanted]:
+                wanted = self._gap_start(count - len(pages))
+            self._is_free[wanted] = False
+            pages.append(wanted)
+            wanted += 1
+        self._num_free -= count
         return pages
+
+    def _gap_start(self, count: int) -> int:
+        """Where to begin in the largest free gap: its middle, unless ``count`` needs more room.
+
+        The gap at the very start of memory is entered at its start.
+        """
+        padded = np.concatenate(([False], self._is_free, [False]))
+        edges = np.flatnonzero(padded[1:] != padded[:-1])
+        starts, ends = edges[0::2], edges[1::2]
+        largest = int(np.argmax(ends - starts))
+        start, end = int(starts[largest]), int(ends[largest])
+        if start == 0 or end - start <= count:
+            return start
+        return max(start, min(start + (end - start) // 2, end - count))
 
     def free(self, pages: Iterable[int]) -> None:
         for page in pages:
             assert not self._is_free[page], f"page {page} freed twice"
             self._is_free[page] = True
             self._num_free += 1
-            heapq.heappush(self._heap, page)
 
 
 class SlotTable:

@@ -7,7 +7,9 @@ final; tokens with any K/V, speculative rows included; tokens with slots).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 import torch
@@ -66,7 +68,8 @@ class SpecStep:
 class Generation:
     """The finished request. ``output_ids`` is trimmed after EOS / stop / length.
 
-    ``steps`` lists every verification step, counted *before* trimming (as vLLM counts).
+    ``text`` (``None`` without a tokenizer) ends before a stop string, ``output_ids`` with the token that
+    completed it. ``steps`` lists every verification step, counted *before* trimming (as vLLM counts).
     """
 
     request_id: str
@@ -74,6 +77,17 @@ class Generation:
     output_ids: tuple[int, ...]
     finish_reason: FinishReason
     steps: tuple[SpecStep, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """Tokens that one step gave one request. ``num_accepted`` of them were drafted."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,63 @@ class HiddenRows:
 
     ``key`` is the request id (decoding) or the index as text (``forward_hidden``); ``hidden_TD`` is
     ``[len(token_ids), D]`` in the model's dtype on the engine's device. From decoding, the last
-    sampled
-    token has no row and is not in ``token_ids``.
+    sampled token has no row and is not in ``token_ids``. ``draft_TD`` (only from ``forward_draft``)
+    is the head's own state for the same rows; its last row, which has no next token, is missing.
     """
 
     key: str
     token_ids: tuple[int, ...]
     hidden_TD: torch.Tensor = field(repr=False)
+    draft_TD: torch.Tensor | None = field(default=None, repr=False)
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request inside the engine. Lengths count tokens of ``prompt + output``.
+
+    ``committed`` tokens have final target K/V; while decoding it is ``len(tokens) - 1``, for the last
+    token has been sampled but not yet been processed. ``encode_only`` requests sample nothing.
+    """
+
+    request: Request
+    tokens: list[int]
+    arrival: int
+    encode_only: bool = False
+    captures_hidden: bool = False
+    captures_draft: bool = False
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    committed: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    steps: list[SpecStep] = field(default_factory=list)
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    draft_hidden: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    def reset_for_recompute(self) -> None:
+        """Forget everything that prefill rebuilds; keep the tokens and the step history."""
+        self.phase, self.row, self.committed = Phase.WAITING, -1, 0
+        self.hidden.clear()
+        self.draft_hidden.clear()
+
+
+def total_rows(hidden: Sequence[torch.Tensor]) -> int:
+    """Rows held by a list of ``[n, D]`` chunks."""
+    return sum(chunk.shape[0] for chunk in hidden)
