@@ -5,10 +5,14 @@ Rows of all requests are flattened. Shape legend: N rows, B requests, D model wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
 import torch
+
+from runtime.kv_cache import SlotTable
 
 
 class BatchMode(Enum):
@@ -40,3 +44,39 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
     hidden_ND: torch.Tensor | None = None
+
+
+def build_batch(
+    mode: BatchMode,
+    *,
+    table: SlotTable,
+    table_rows: Sequence[int],
+    starts: Sequence[int],
+    q_lens: Sequence[int],
+    input_ids_N: torch.Tensor,
+    device: torch.device,
+    hidden_ND: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, flattened in request
+    order.
+    """
+    positions = np.concatenate(
+        [np.arange(start, start + count) for start, count in zip(starts, q_lens, strict=True)]
+    )
+    slots = table.slots_RT.numpy()[np.repeat(np.asarray(table_rows), q_lens), positions]
+    return ForwardBatch(
+        mode=mode,
+        input_ids_N=input_ids_N,
+        positions_N=torch.from_numpy(positions).to(device, non_blocking=True),
+        write_slots_N=torch.from_numpy(slots).to(device, non_blocking=True),
+        q_lens=tuple(q_lens),
+        kv_lens=tuple(start + count for start, count in zip(starts, q_lens, strict=True)),
+        table_rows=tuple(table_rows),
+        hidden_ND=hidden_ND,
+    )
+
+
+def upload_ids(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Host integers as an int64 tensor on ``device``, without waiting for it."""
+    ids = torch.tensor(values, dtype=torch.int64)
+    return ids.to(device, non_blocking=True)

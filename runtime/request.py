@@ -68,8 +68,10 @@ class SpecStep:
 class Generation:
     """The finished request. ``output_ids`` is trimmed after EOS / stop / length.
 
-    ``text`` (``None`` without a tokenizer) ends before a stop string, ``output_ids`` with the token that
-    completed it. ``steps`` lists every verification step, counted *before* trimming (as vLLM counts).
+    ``text`` (``None`` without a tokenizer) ends before a stop string, ``output_ids`` with the
+    token that
+    completed it. ``steps`` lists every verification step, counted *before* trimming (as vLLM
+    counts).
     """
 
     request_id: str
@@ -119,7 +121,8 @@ class Phase(Enum):
 class RequestState:
     """A request inside the engine. Lengths count tokens of ``prompt + output``.
 
-    ``committed`` tokens have final target K/V; while decoding it is ``len(tokens) - 1``, for the last
+    ``committed`` tokens have final target K/V; while decoding it is ``len(tokens) - 1``, for the
+    last
     token has been sampled but not yet been processed. ``encode_only`` requests sample nothing.
     """
 

@@ -1,6 +1,7 @@
 """Sampling: one truncation function for plain decoding and verification, and keyed randomness.
 
-Every draw is one Philox4x32-10 uniform (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+Every draw is one Philox4x32-10 uniform (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3",
 2011) keyed by (seed, position, stream), turned into a token by the inverse CDF in vocabulary order
 with float64 sums. It never depends on call order, batch row or schedule.
 Shape legend: M rows, V vocabulary.
@@ -60,7 +61,9 @@ class SamplingTensors:
         )
 
     def repeat(self, times: int) -> SamplingTensors:
-        """Every row ``times`` times in a row (``[M * times]``), for the K+1 rows of verification."""
+        """Every row ``times`` times in a row (``[M * times]``), for the K+1 rows of
+        verification.
+        """
 
         def spread(values_M: torch.Tensor) -> torch.Tensor:
             return values_M[:, None].expand(-1, times).reshape(-1)
@@ -102,8 +105,10 @@ def token_probs(logits_MV: torch.Tensor, sampling: SamplingTensors) -> torch.Ten
 
 
 def _truncate(scaled_MV: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """Top-k, then top-p on what is left; the rest gets -inf. Ties are broken by vocabulary order."""
-    sorted_MV, order_MV = scaled_MV.sort(-1, descending=True, stable=True)
+    """Top-k, then top-p on what is left; the rest gets -inf. Ties are broken by vocabulary
+    order.
+    """
+    sorted_MV, order_MV = scaled_MV.sort(dim=-1, descending=True, stable=True)
     if sampling.any_top_k:
         rank_V = torch.arange(scaled_MV.shape[-1], device=scaled_MV.device)
         is_cut_MV = (sampling.top_k_M > 0)[:, None] & (rank_V >= sampling.top_k_M[:, None])
@@ -122,7 +127,9 @@ def sample(
     positions_M: torch.Tensor,
     stream: Stream,
 ) -> torch.Tensor:
-    """Draw one token per row, int64 ``[M]``. ``positions_M`` is the index the drawn token will have."""
+    """Draw one token per row, int64 ``[M]``. ``positions_M`` is the index the drawn token will
+    have.
+    """
     if sampling.all_greedy:
         return logits_MV.argmax(-1)
     uniform_M = philox_uniform(sampling.seed_M, positions_M, stream)

@@ -31,3 +31,13 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Logits ``[M, V]`` (the model's dtype) of rows that ``forward`` returned."""
+
+
+class DraftModel(Model):
+    """A draft head. ``forward`` reads ``batch.hidden_ND`` and returns the state to recycle."""
+
+    width: int  # D of the hidden states it takes and returns
+    draft_vocab_size: int
+    draft_vocab_ids: (
+        torch.Tensor | None
+    )  # int64 [draft_vocab_size] target ids; None: full vocabulary

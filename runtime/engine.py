@@ -1,0 +1,416 @@
+"""The engine: a step loop over scheduler and schedule, and the four things people ask of it.
+
+How a token is made: `scheduler.schedule()` picks rows -> `schedule.enqueue()` runs target (and
+draft)
+without waiting -> `schedule.collect()` waits for the ids -> the engine commits them, checks EOS,
+stop
+strings and lengths, and frees what is finished. Host lengths are exact between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from runtime.config import EngineConfig
+from runtime.kv_cache import SlotTable
+from runtime.models.base import DraftModel, Model
+from runtime.request import (
+    FinishReason,
+    Generation,
+    HiddenRows,
+    Phase,
+    Request,
+    RequestState,
+    SamplingParams,
+    SpecStep,
+    TokenEvent,
+)
+from runtime.scheduler import Scheduler
+from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.mtp import MtpSchedule
+from runtime.transfer import HostTransfer, transfer_for
+
+HiddenSink = Callable[[HiddenRows], None]
+_SCORE_ROWS = 256  # rows whose full logits exist at once
+
+
+class Detokenizer(Protocol):
+    """What stop strings and ``Generation.text`` need of a tokenizer."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Engine:
+    """Continuous batching over one target and, with ``draft``, MTP speculation.
+
+    Weights are shared, never copied: several engines may use the same models one after another.
+    Each
+    engine owns its K/V pools. ``tokenizer`` is needed only for stop strings and
+    ``Generation.text``.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        *,
+        config: EngineConfig,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Detokenizer | None = None,
+        draft: DraftModel | None = None,
+        transfer: HostTransfer | None = None,
+    ) -> None:
+        if config.num_draft_tokens and draft is None:
+            raise ValueError(
+                f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head; "
+                "give one or set it to 0"
+            )
+        self.config = config
+        self.target = target
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.table = SlotTable(
+            num_rows=config.max_running,
+            max_len=config.max_model_len,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+        )
+        self.scheduler = Scheduler(
+            self.table,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            max_model_len=config.max_model_len,
+            num_draft_tokens=config.num_draft_tokens,
+        )
+        self.transfer = transfer or transfer_for(target.device)
+        num_slots = config.num_pages * config.page_size
+        runner = Runner(target, target.new_pool(num_slots), self.table)
+        self.schedule: PlainSchedule
+        if draft is None:
+            self.schedule = PlainSchedule(
+                runner, num_rows=config.max_running, transfer=self.transfer
+            )
+        else:
+            self.schedule = MtpSchedule(
+                runner,
+                Runner(draft, draft.new_pool(num_slots), self.table),
+                num_rows=config.max_running,
+                transfer=self.transfer,
+                verify=config.verify,
+                draft_mode=config.draft_mode,
+            )
+        self._states: dict[str, RequestState] = {}
+        self._num_added = 0
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(
+        self,
+        request: Request,
+        *,
+        encode_only: bool = False,
+        captures_hidden: bool = False,
+        captures_draft: bool = False,
+    ) -> RequestState:
+        """Queue a request; may be called between any two steps.
+
+        Raises ``ValueError`` for an empty prompt, a token id outside the vocabulary, a prompt that
+        does
+        not fit, stop strings without a tokenizer, T > 0 under greedy verification or a living id.
+        """
+        self._check(request, encode_only=encode_only)
+        state = RequestState(
+            request=request,
+            tokens=list(request.prompt_ids),
+            arrival=self._num_added,
+            encode_only=encode_only,
+            captures_hidden=captures_hidden,
+            captures_draft=captures_draft,
+        )
+        self._num_added += 1
+        self._states[request.request_id] = state
+        self.scheduler.add(state)
+        return state
+
+    def abort(self, request_id: str) -> None:
+        """Stop a living request and free its pages. Unknown ids (already finished) are ignored."""
+        state = self._states.get(request_id)
+        if state is not None:
+            self._finish(state, "abort")
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        hidden_sink: HiddenSink | None = None,
+        on_finish: Callable[[Generation], None] | None = None,
+    ) -> list[Generation]:
+        """Decode all requests; results in request order.
+
+        ``hidden_sink`` gets the target states of each finished request (all tokens but the last);
+        ``on_finish`` each generation as soon as it is done.
+        """
+        states = [self.add(r, captures_hidden=hidden_sink is not None) for r in requests]
+        results: dict[str, Generation] = {}
+        for state in self._run(states):
+            generation = self._generation(state)
+            results[generation.request_id] = generation
+            if hidden_sink is not None:
+                hidden_sink(_hidden_rows(state, len(state.tokens) - 1))
+            if on_finish is not None:
+                on_finish(generation)
+        return [results[request.request_id] for request in requests]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+        """Decode all requests and yield the tokens of every step as they come.
+
+        Closing the iterator aborts what is left.
+        """
+        states = [self.add(request) for request in requests]
+        living = {state.request.request_id for state in states}
+        try:
+            while living:
+                for event in self.step():
+                    if event.request_id in living:
+                        yield event
+                    if event.finish_reason is not None:
+                        living.discard(event.request_id)
+        finally:
+            for request_id in living:
+                self.abort(request_id)
+
+    def forward_hidden(
+        self, sequences: Sequence[Sequence[int]], *, max_batch_tokens: int = 0
+    ) -> Iterator[HiddenRows]:
+        """Post-final-norm states of every token of every sequence, as they get done.
+
+        ``key`` is the sequence's index. ``max_batch_tokens`` (0: the engine's) bounds the rows of
+        one
+        forward.
+        """
+        return self._encode(
+            sequences, max_batch_tokens or self.config.max_batch_tokens, draft=False
+        )
+
+    def forward_draft(self, sequences: Sequence[Sequence[int]]) -> Iterator[HiddenRows]:
+        """As :meth:`forward_hidden`, with the head's own states beside the target's (first
+        step).
+        """
+        return self._encode(sequences, self.config.max_batch_tokens, draft=True)
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], *, decode_path: bool = False
+    ) -> list[torch.Tensor]:
+        """``log p(t_{i+1} | t_0..t_i)``, float32 ``[T-1]`` per sequence.
+
+        ``decode_path`` feeds one row per sequence and step through the K/V cache, as decoding does.
+        """
+        budget = self.config.max_running if decode_path else self.config.max_batch_tokens
+        scores: dict[int, torch.Tensor] = {}
+        for rows in self._encode(sequences, budget, draft=False, one_row=decode_path):
+            ids = torch.tensor(rows.token_ids, device=self.target.device)
+            parts = []
+            for start in range(0, len(ids) - 1, _SCORE_ROWS):
+                stop = min(start + _SCORE_ROWS, len(ids) - 1)
+                logits_MV = self.target.logits(rows.hidden_TD[start:stop]).float()
+                next_ids = ids[start + 1 : stop + 1, None]
+                parts.append(logits_MV.log_softmax(-1).gather(1, next_ids)[:, 0])
+            scores[int(rows.key)] = torch.cat(parts) if parts else torch.empty(0)
+        return [scores[index] for index in range(len(sequences))]
+
+    # -- the step loop ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """One step over whoever is scheduled. Call only while :attr:`has_work`."""
+        plan = self.scheduler.schedule()
+        pending = self.schedule.enqueue(plan)
+        results = self.schedule.collect(pending)
+        events = self._commit(pending, results)
+        if self.config.check_integrity:
+            self.table.check()
+        return events
+
+    def _run(self, states: Sequence[RequestState]) -> Iterator[RequestState]:
+        """Step until all of ``states`` are finished; yields each as it finishes."""
+        living = list(states)
+        try:
+            while living:
+                finished = [state for state in living if state.phase is Phase.FINISHED]
+                if not finished:
+                    self.step()
+                    continue
+                living = [state for state in living if state.phase is not Phase.FINISHED]
+                yield from finished
+        finally:
+            for state in living:
+                self._finish(state, "abort")
+
+    def _commit(self, pending: PendingStep, results: Sequence[WorkResult]) -> list[TokenEvent]:
+        events = []
+        start = 0
+        for result, num_rows in zip(results, pending.rows_per_work, strict=True):
+            work, state = result.work, result.work.state
+            self._capture(state, pending, start, result.num_committed)
+            start += num_rows
+            if pending.is_speculative:
+                state.steps.append(
+                    SpecStep(result.draft_ids, result.num_accepted, len(state.output_ids))
+                )
+            state.committed += result.num_committed
+            if state.encode_only and state.committed == len(state.tokens):
+                self._finish(state, "length")
+            if not work.samples:
+                continue
+            state.phase = Phase.DECODE
+            num_new = self._append(state, result.new_ids)
+            if state.finish_reason is not None:
+                self._finish(state, state.finish_reason)
+            events.append(
+                TokenEvent(
+                    state.request.request_id,
+                    result.new_ids[:num_new],
+                    min(result.num_accepted, num_new),
+                    state.finish_reason,
+                )
+            )
+        return events
+
+    def _append(self, state: RequestState, new_ids: Sequence[int]) -> int:
+        """Append new tokens up to the first that finishes the request; returns how many were
+        kept.
+        """
+        sampling = state.request.sampling
+        for count, token in enumerate(new_ids, start=1):
+            state.tokens.append(token)
+            is_eos = token in self.eos_token_ids and not sampling.ignore_eos
+            if is_eos or token in sampling.stop_token_ids or self._hits_stop_string(state):
+                state.finish_reason = "stop"
+            elif (
+                len(state.tokens) - state.num_prompt >= sampling.max_tokens
+                or len(state.tokens) >= self.config.max_model_len
+            ):
+                state.finish_reason = "length"
+            if state.finish_reason is not None:
+                return count
+        return len(new_ids)
+
+    def _hits_stop_string(self, state: RequestState) -> bool:
+        stops = state.request.sampling.stop
+        if not stops:
+            return False
+        assert self.tokenizer is not None
+        # A stop string of n bytes is completed by at most n tokens (each adds a byte or more of
+        # text); 8 more give the decoder context for characters split over tokens.
+        window = max(len(stop.encode()) for stop in stops) + 8
+        text = self.tokenizer.decode(state.output_ids[-window:], skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
+    def _capture(self, state: RequestState, pending: PendingStep, start: int, count: int) -> None:
+        if state.captures_hidden:
+            state.hidden.append(pending.hidden_ND[start : start + count].clone())
+        if state.captures_draft:
+            assert pending.draft_hidden_ND is not None
+            state.draft_hidden.append(pending.draft_hidden_ND[start : start + count].clone())
+
+    def _finish(self, state: RequestState, reason: FinishReason) -> None:
+        if state.phase is Phase.FINISHED:
+            return
+        state.finish_reason = reason
+        self.scheduler.remove(state)
+        del self._states[state.request.request_id]
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _encode(
+        self,
+        sequences: Sequence[Sequence[int]],
+        max_batch_tokens: int,
+        *,
+        draft: bool,
+        one_row: bool = False,
+    ) -> Iterator[HiddenRows]:
+        if self.has_work:
+            raise ValueError("the engine is decoding: encode when no request is living")
+        if draft and not isinstance(self.schedule, MtpSchedule):
+            raise ValueError("forward_draft needs an engine with a draft head")
+        states = [
+            self.add(
+                Request(str(index), tuple(ids), SamplingParams(max_tokens=1)),
+                encode_only=True,
+                captures_hidden=True,
+                captures_draft=draft,
+            )
+            for index, ids in enumerate(sequences)
+        ]
+        scheduler = self.scheduler
+        saved = scheduler.max_batch_tokens, scheduler.max_rows_per_request
+        scheduler.max_batch_tokens = max_batch_tokens
+        scheduler.max_rows_per_request = 1 if one_row else 0
+        try:
+            for state in self._run(states):
+                yield _hidden_rows(state, len(state.tokens))
+        finally:
+            scheduler.max_batch_tokens, scheduler.max_rows_per_request = saved
+
+    def _generation(self, state: RequestState) -> Generation:
+        assert state.finish_reason is not None
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(state.output_ids, skip_special_tokens=True)
+            cuts = [text.find(stop) for stop in state.request.sampling.stop if stop in text]
+            text = text[: min(cuts)] if cuts else text
+        return Generation(
+            request_id=state.request.request_id,
+            prompt_ids=state.request.prompt_ids,
+            output_ids=tuple(state.output_ids),
+            finish_reason=state.finish_reason,
+            steps=tuple(state.steps),
+            text=text,
+        )
+
+    def _check(self, request: Request, *, encode_only: bool) -> None:
+        name, ids, limit = request.request_id, request.prompt_ids, self.config.max_model_len
+        if name in self._states:
+            raise ValueError(f"request_id={name!r}: a request with this id is living")
+        if not ids:
+            raise ValueError(f"request {name!r}: prompt_ids is empty; at least one token is needed")
+        longest = limit if encode_only else limit - 1
+        if len(ids) > longest:
+            raise ValueError(
+                f"request {name!r}: prompt of {len(ids)} tokens; at most {longest} fit "
+                f"(runtime.max_model_len={limit})"
+            )
+        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+            raise ValueError(
+                f"request {name!r}: token id {min(ids) if min(ids) < 0 else max(ids)} is outside "
+                f"the vocabulary 0..{self.target.vocab_size - 1}"
+            )
+        if request.sampling.stop and self.tokenizer is None:
+            raise ValueError(f"request {name!r}: stop strings need an engine with a tokenizer")
+        if (
+            request.sampling.temperature > 0
+            and self.config.num_draft_tokens
+            and self.config.verify == "greedy"
+        ):
+            raise ValueError(
+                f"request {name!r}: temperature={request.sampling.temperature} under "
+                "runtime.verify=greedy; use keyed or rejection"
+            )
+
+
+def _hidden_rows(state: RequestState, length: int) -> HiddenRows:
+    """The first ``length`` rows of a finished request (the pieces are dropped from the state)."""
+    hidden = torch.cat(state.hidden)[:length] if state.hidden else torch.empty(0, 0)
+    draft = torch.cat(state.draft_hidden)[: length - 1] if state.draft_hidden else None
+    state.hidden.clear()
+    state.draft_hidden.clear()
+    return HiddenRows(
+        state.request.request_id, tuple(state.tokens[: hidden.shape[0]]), hidden, draft
+    )

@@ -1,0 +1,155 @@
+"""Who runs next: admission, chunked prefill, page reservation, preemption by recompute.
+
+Decode rows come first; prompts fill what is left of ``max_batch_tokens``. A batch without prompt
+rows
+is *decode-only*, and only such batches speculate. Every decoding request owns slots for its K+1
+rows
+before the step starts; when pages run out the youngest request is recomputed later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from runtime.kv_cache import OutOfPagesError, SlotTable
+from runtime.request import Phase, RequestState
+
+
+@dataclass(frozen=True)
+class Work:
+    """``num_rows`` rows of one request, from its ``committed`` length on (speculation adds K)."""
+
+    state: RequestState
+    num_rows: int
+
+    @property
+    def finishes_prefill(self) -> bool:
+        """After these rows every known token has been processed."""
+        return self.state.committed + self.num_rows == len(self.state.tokens)
+
+    @property
+    def samples(self) -> bool:
+        return self.finishes_prefill and not self.state.encode_only
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. ``num_draft_tokens`` is K clipped so that no row passes ``max_model_len``."""
+
+    works: tuple[Work, ...]
+    is_decode_only: bool
+    num_draft_tokens: int
+
+
+class Scheduler:
+    """Owns the waiting queue, the running list and the slot table's rows."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        max_model_len: int,
+        num_draft_tokens: int,
+    ) -> None:
+        self.table = table
+        self.max_running = max_running
+        self.max_batch_tokens = max_batch_tokens
+        self.max_model_len = max_model_len
+        self.num_draft_tokens = num_draft_tokens
+        self.max_rows_per_request = 0  # 0: a prompt may fill a batch
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, state: RequestState) -> None:
+        self.waiting.append(state)
+
+    def remove(self, state: RequestState) -> None:
+        """Give everything of a finished or aborted request back."""
+        if state.row >= 0:
+            self.table.release_row(state.row)
+            self.running.remove(state)
+            state.row = -1
+        else:
+            self.waiting.remove(state)
+        state.phase = Phase.FINISHED
+
+    def schedule(self) -> StepPlan:
+        """The next step. Call only while :attr:`has_work`."""
+        self._reserve_decoding()
+        self._admit()
+        budget = self.max_batch_tokens
+        works = []
+        decoding = [state for state in self.running if state.phase is Phase.DECODE]
+        for state in decoding:
+            works.append(Work(state, 1))
+        budget -= len(decoding)
+        for state in self.running:
+            if state.phase is Phase.PREFILL and budget > 0:
+                count = min(budget, len(state.tokens) - state.committed)
+                if self.max_rows_per_request:
+                    count = min(count, self.max_rows_per_request)
+                works.append(Work(state, count))
+                budget -= count
+        assert works, "nothing can run although requests are waiting"
+        is_decode_only = len(works) == len(decoding)
+        longest = max((state.committed for state in decoding), default=0)
+        return StepPlan(
+            works=tuple(works),
+            is_decode_only=is_decode_only,
+            num_draft_tokens=self._clip(longest) if is_decode_only else 0,
+        )
+
+    def _clip(self, committed: int) -> int:
+        """K so that row ``committed + K`` stays below ``max_model_len``."""
+        return max(0, min(self.num_draft_tokens, self.max_model_len - 1 - committed))
+
+    def _rows_reserved(self, state: RequestState) -> int:
+        """Length that must have slots: all known tokens and, once decoding, K rows more."""
+        if state.encode_only:
+            return len(state.tokens)
+        return min(len(state.tokens) + self.num_draft_tokens, self.max_model_len)
+
+    def _reserve_decoding(self) -> None:
+        for state in list(self.running):
+            while state.row >= 0:
+                try:
+                    self.table.reserve(state.row, self._rows_reserved(state))
+                    break
+                except OutOfPagesError:
+                    self._preempt(self.running[-1])
+
+    def _preempt(self, victim: RequestState) -> None:
+        assert len(self.running) > 1 or victim.phase is not Phase.DECODE, (
+            "one request alone must always fit"
+        )
+        self.table.release_row(victim.row)
+        self.running.remove(victim)
+        victim.reset_for_recompute()
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(victim)
+
+    def _admit(self) -> None:
+        """Admit in order of arrival. One spare page per running request keeps fresh admissions from
+        being preempted on the very next step.
+        """
+        allocator = self.table.allocator
+        while self.waiting and len(self.running) < self.max_running:
+            state = self.waiting[0]
+            needed = -(-self._rows_reserved(state) // self.table.page_size)
+            spare = len(self.running)
+            if needed + spare > allocator.num_free:
+                break
+            self.waiting.popleft()
+            state.row = self.table.acquire_row()
+            self.table.reserve(state.row, self._rows_reserved(state))
+            state.phase = Phase.PREFILL
+            self.running.append(state)
