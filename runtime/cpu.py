@@ -1,0 +1,126 @@
+"""What is special about a CPU: which dtype is fast, how many threads, and packed linear weights.
+
+All private torch operators of the runtime are used here and nowhere else, behind :func:`can_pack`,
+which runs them once on a small product and compares. Where they are missing or wrong, plain
+``F.linear`` is used and the choice is logged.
+
+Shape legend: M rows, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+logger = logging.getLogger(__name__)
+
+# oneDNN picks the block layout from the row count it is told to expect. One layout serves every
+# row count, so that one row and K+1 rows go through the same kernel family.
+_PACK_ROWS = 16
+
+
+def has_fast_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 natively (AVX-512 BF16 or AMX)."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def best_dtype() -> torch.dtype:
+    """bfloat16 where the processor has it, else float32 (emulated bfloat16 is slower than that)."""
+    return torch.bfloat16 if has_fast_bf16() else torch.float32
+
+
+def count_physical_cores() -> int:
+    """Physical cores this process may run on (hyper-threads of one core count once)."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    if allowed is None:
+        return os.cpu_count() or 1
+    cores: set[str] = set()
+    for cpu in allowed:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text().strip() if siblings.is_file() else str(cpu))
+    return max(1, len(cores))
+
+
+def set_threads(num_threads: int) -> int:
+    """Set torch's intra-op threads for this process; 0 means one per physical core.
+
+    Returns the number set. Call once, before the first forward.
+    """
+    if num_threads < 0:
+        raise ValueError(f"runtime.num_threads={num_threads}: must not be negative")
+    wanted = num_threads or count_physical_cores()
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+    logger.info("CPU: %d threads, bfloat16 %s", wanted, "native" if has_fast_bf16() else "emulated")
+    return wanted
+
+
+class Linear:
+    """``x @ W.T + b`` with ``W`` ``[O, I]``, packed for oneDNN where that was asked for and works.
+
+    Packing makes a copy; the plain weight is not kept. Not trainable, inference only.
+    """
+
+    def __init__(
+        self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None, *, pack: bool
+    ) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        self.dtype = weight_OI.dtype
+        self.is_packed = pack
+        self._weight = _reorder(weight_OI) if pack else weight_OI.contiguous()
+        self._bias = bias_O
+
+    def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
+        """``[M, I] -> [M, O]``, same dtype and device."""
+        if self.is_packed:
+            return _packed_linear(x_MI, self._weight, self._bias)
+        return F.linear(x_MI, self._weight, self._bias)
+
+    def dense_weight(self) -> torch.Tensor:
+        """The plain ``[O, I]`` weight, bit for bit; a copy if packed."""
+        return self._weight.to_dense() if self.is_packed else self._weight
+
+    def num_bytes(self) -> int:
+        return self.out_features * self.in_features * self.dtype.itemsize
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packed weights work here: the operators exist, agree with ``F.linear`` and unpack.
+
+    Costs one tiny product; callers ask once per model.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        return False
+    if dtype is torch.bfloat16 and not has_fast_bf16():
+        logger.warning("CPU has no native bfloat16: weights stay unpacked; float32 is faster here")
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 32, generator=generator).to(dtype)
+    x = torch.randn(3, 32, generator=generator).to(dtype)
+    try:
+        packed = _reorder(weight)
+        got = _packed_linear(x, packed, None)
+        unpacked = packed.to_dense()
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        logger.warning("oneDNN weight packing is not available, using F.linear: %s", error)
+        return False
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    is_close = torch.allclose(got, F.linear(x, weight), rtol=tolerance, atol=tolerance)
+    if not is_close or not torch.equal(unpacked, weight):
+        logger.warning("oneDNN weight packing gives other results than F.linear, using F.linear")
+        return False
+    return True
+
+
+def _reorder(weight_OI: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), _PACK_ROWS)
+
+
+def _packed_linear(
+    x_MI: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None
+) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x_MI, packed, bias_O, "none", [], "")

@@ -1,0 +1,223 @@
+"""Architecture of a target, read once from a Hugging Face directory.
+
+Only what the runtime computes is accepted: an unknown family, activation or rope type is refused by
+name, never approximated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.head_spec import RopeSpec
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+ROPE_KINDS = ("default", "llama3")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of one decoder-only model. Lengths in tokens, widths in elements."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope: RopeSpec
+    norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensors of one decoder layer, named without the layer prefix."""
+        width, inner = self.hidden_size, self.intermediate_size
+        linears = {
+            "self_attn.q_proj": (self.q_dim, width, self.attention_bias),
+            "self_attn.k_proj": (self.kv_dim, width, self.attention_bias),
+            "self_attn.v_proj": (self.kv_dim, width, self.attention_bias),
+            "self_attn.o_proj": (width, self.q_dim, self.attention_bias),
+            "mlp.gate_proj": (inner, width, self.mlp_bias),
+            "mlp.up_proj": (inner, width, self.mlp_bias),
+            "mlp.down_proj": (width, inner, self.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, (out_dim, in_dim, has_bias) in linears.items():
+            shapes[name + ".weight"] = (out_dim, in_dim)
+            if has_bias:
+                shapes[name + ".bias"] = (out_dim,)
+        shapes["input_layernorm.weight"] = (width,)
+        shapes["post_attention_layernorm.weight"] = (width,)
+        return shapes
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The strict tensor list of the checkpoint: name -> shape (``lm_head`` only if untied)."""
+        width = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
+        for index in range(self.num_layers):
+            for name, shape in self.block_shapes().items():
+                shapes[f"model.layers.{index}.{name}"] = shape
+        shapes["model.norm.weight"] = (width,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, width)
+        return shapes
+
+
+def load_config(path: Path) -> ModelConfig:
+    """Read ``config.json`` (and ``generation_config.json``, if any) of a Hugging Face directory.
+
+    Raises ``ValueError`` naming the file or field that is missing or not supported.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"target={path}: config.json is missing; expected a Hugging Face directory"
+        )
+    raw = _read_json(file)
+    generation = path / "generation_config.json"
+    return parse_config(
+        raw, generation=_read_json(generation) if generation.is_file() else {}, source=str(file)
+    )
+
+
+def parse_config(
+    raw: Mapping[str, Any], *, generation: Mapping[str, Any], source: str
+) -> ModelConfig:
+    """Validate a Hugging Face configuration. ``source`` is used in error messages."""
+    architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list) or not any(a in ARCHITECTURES for a in architectures):
+        raise ValueError(
+            f"{source}: architectures={architectures!r}; supported: {', '.join(ARCHITECTURES)}"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"{source}: hidden_act={activation!r}; supported: 'silu'")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            f"{source}: quantization_config is set; only unquantised checkpoints are supported"
+        )
+    hidden_size = _positive(raw, "hidden_size", source)
+    num_heads = _positive(raw, "num_attention_heads", source)
+    num_kv_heads = (
+        _positive(raw, "num_key_value_heads", source)
+        if raw.get("num_key_value_heads") is not None
+        else num_heads
+    )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{source}: num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    if raw.get("head_dim") is not None:
+        head_dim = _positive(raw, "head_dim", source)
+    else:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"{source}: hidden_size={hidden_size} is not a multiple of "
+                f"num_attention_heads={num_heads} and head_dim is not given"
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"{source}: head_dim={head_dim}; rotary embedding needs an even width")
+    return ModelConfig(
+        architecture=next(a for a in architectures if a in ARCHITECTURES),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(raw, "intermediate_size", source),
+        num_layers=_positive(raw, "num_hidden_layers", source),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=_positive(raw, "vocab_size", source),
+        max_position_embeddings=_positive(raw, "max_position_embeddings", source),
+        rope=_parse_rope(raw, source),
+        norm_eps=_number(raw, "rms_norm_eps", source),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        eos_token_ids=_eos_ids(raw, generation),
+    )
+
+
+def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
+    """Both schemas: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters`` (transformers 5)."""
+    parameters = raw.get("rope_parameters")
+    scaling = raw.get("rope_scaling")
+    field = "rope_parameters" if parameters is not None else "rope_scaling"
+    values = parameters if parameters is not None else scaling
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{source}: {field}={values!r}; expected an object")
+    if "rope_theta" in values:
+        theta = _number(values, "rope_theta", f"{source}: {field}")
+    else:
+        theta = _number({"rope_theta": 10000.0, **raw}, "rope_theta", source)
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"{source}: {field}.rope_type={kind!r}; supported: {', '.join(ROPE_KINDS)}"
+        )
+    partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"{source}: partial_rotary_factor={partial!r}; supported: 1.0")
+    if kind == "default":
+        return RopeSpec(theta=theta)
+    where = f"{source}: {field}"
+    return RopeSpec(
+        theta=theta,
+        kind="llama3",
+        factor=_number(values, "factor", where),
+        low_freq_factor=_number(values, "low_freq_factor", where),
+        high_freq_factor=_number(values, "high_freq_factor", where),
+        original_max_position=_positive(values, "original_max_position_embeddings", where),
+    )
+
+
+def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    ids: list[int] = []
+    for values in (generation, raw):
+        value = values.get("eos_token_id")
+        if value is not None:
+            ids.extend(value if isinstance(value, list) else [value])
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{file}: expected an object, got {type(raw).__name__}")
+    return raw
+
+
+def _positive(raw: Mapping[str, Any], name: str, source: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
+    return value
+
+
+def _number(raw: Mapping[str, Any], name: str, source: str) -> float:
+    value = raw.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{source}: {name}={value!r}; expected a positive number")
+    return float(value)

@@ -1,0 +1,165 @@
+"""The MTP head: ``eh_proj([enorm(e); hnorm(h)])`` → one decoder layer → final norm → the target's
+``lm_head``.
+
+Row ``i`` of a batch takes hidden state ``g_i`` (``batch.hidden_ND``) and the *already shifted* id
+``t_{i+1}`` (``batch.input_ids_N``) at position ``i``, and predicts ``t_{i+2}``. Everything that
+differs between serving engines (concatenation order, norms, mask of the first embedding, what is
+recycled) is read from the ``HeadSpec``.
+
+Shape legend: N rows, M selected rows, D model width, V vocabulary, W draft vocabulary (V without
+one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from runtime.batch import ForwardBatch
+from runtime.cpu import Linear
+from runtime.head_spec import HeadSpec, check_head_tensors
+from runtime.kv_cache import KVPool, SlotTable
+from runtime.layers import BlockShape, DecoderBlock, RMSNorm, RotaryEmbedding
+from runtime.models.base import Model
+from runtime.models.llama import LlamaModel
+
+_LAYER = "layers.0."
+
+
+class MtpHead(Model):
+    """Shares embedding, ``lm_head`` (packed as it is), dtype, device and backend with the target.
+
+    With a draft vocabulary ``logits`` has ``W`` columns; column ``j`` is token
+    ``draft_vocab_ids[j]`` (:meth:`map_draft_ids`). Its rows of the target's head are copied (``W *
+    D`` elements).
+    """
+
+    def __init__(
+        self, spec: HeadSpec, tensors: Mapping[str, torch.Tensor], target: LlamaModel
+    ) -> None:
+        check_head_tensors(spec, tensors, source=f"head {spec.kind}")
+        _check_fits(spec, target)
+        self.spec = spec
+        self.device = target.device
+        self.dtype = target.dtype
+        self.vocab_size = target.vocab_size
+        self._target = target
+        pack = target.is_packed
+        plus_one = spec.norm_form == "1+w"
+
+        def take(name: str) -> torch.Tensor:
+            return tensors[name].detach().to(device=self.device, dtype=self.dtype)
+
+        def take_norm(name: str, is_present: bool) -> RMSNorm | None:
+            if not is_present:
+                return None
+            return RMSNorm(take(name), eps=spec.norm_eps, plus_one=plus_one)
+
+        self.embedding_norm = take_norm("enorm.weight", spec.norms.enorm)
+        self.hidden_norm = take_norm("hnorm.weight", spec.norms.hnorm)
+        self.final_norm = take_norm("norm.weight", spec.norms.final)
+        self.projection = Linear(take("eh_proj.weight"), pack=pack)
+        self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
+        self.block = DecoderBlock(
+            BlockShape(
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                norm_eps=spec.norm_eps,
+            ),
+            lambda name: take(_LAYER + name),
+            {
+                name.removeprefix(_LAYER): shape
+                for name, shape in spec.tensor_shapes().items()
+                if name.startswith(_LAYER)
+            },
+            pack=pack,
+            plus_one_norms=plus_one,
+        )
+        self.draft_vocab_ids: torch.Tensor | None = None
+        self.lm_head = target.lm_head
+        if spec.draft_vocab is not None:
+            self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
+            self.lm_head = Linear(target.head_rows(self.draft_vocab_ids), pack=pack)
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        return KVPool(
+            num_layers=1,
+            num_slots=num_slots,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
+        """The recycled state ``[N, D]``: post- or pre-final-norm as ``spec.recycle`` says.
+
+        Feed it back as ``hidden_ND`` of the next step, or give rows of it to :meth:`logits`.
+        """
+        assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
+        backend = self._target.backend
+        plan = backend.plan(batch, table)
+        embedding_ND = self._target.embed(batch.input_ids_N)
+        if self.spec.first_embedding_mask:
+            is_first = (batch.positions_N == 0)[:, None]
+            embedding_ND = embedding_ND.masked_fill_(is_first, 0.0)
+        hidden_ND = batch.hidden_ND.to(self.dtype)
+        if self.embedding_norm is not None:
+            embedding_ND = self.embedding_norm(embedding_ND)
+        if self.hidden_norm is not None:
+            hidden_ND = self.hidden_norm(hidden_ND)
+        if self.spec.concat == "embedding_hidden":
+            joined = torch.cat((embedding_ND, hidden_ND), dim=-1)
+        else:
+            joined = torch.cat((hidden_ND, embedding_ND), dim=-1)
+        positions_N = batch.positions_N + self.spec.position_offset
+        x_ND = self.block(
+            self.projection(joined),
+            self.rotary.angles(positions_N, self.dtype),
+            backend=backend,
+            plan=plan,
+            pool=pool,
+            layer=0,
+        )
+        if self.spec.recycle == "post_norm" and self.final_norm is not None:
+            return self.final_norm(x_ND)
+        return x_ND
+
+    @torch.inference_mode()
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """``[M, W]`` of rows that ``forward`` returned.
+
+        A state recycled pre-norm is normed here when ``spec.logits_from`` is post-norm.
+        """
+        is_normed = self.spec.recycle == "post_norm"
+        if self.spec.logits_from == "post_norm" and not is_normed and self.final_norm is not None:
+            hidden_MD = self.final_norm(hidden_MD)
+        return self.lm_head(hidden_MD)
+
+    def map_draft_ids(self, columns: torch.Tensor) -> torch.Tensor:
+        """Columns of :meth:`logits` (any shape) to target token ids (int64)."""
+        if self.draft_vocab_ids is None:
+            return columns
+        return self.draft_vocab_ids.take(columns)
+
+
+def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:
+    config = target.config
+    for name, ours, theirs in (
+        ("hidden_size", spec.hidden_size, config.hidden_size),
+        ("vocab_size", spec.vocab_size, config.vocab_size),
+    ):
+        if ours != theirs:
+            raise ValueError(f"head {name}={ours}: the target has {theirs}")
+    if spec.recycle == "post_norm" and spec.logits_from == "pre_norm" and spec.norms.final:
+        raise ValueError(
+            "head recycle=post_norm with logits_from=pre_norm: logits cannot be computed from the "
+            "state that is recycled; use recycle=pre_norm or logits_from=post_norm"
+        )
+    if spec.draft_vocab is not None and spec.draft_vocab.size > config.vocab_size:
+        raise ValueError(
+            f"head draft_vocab.size={spec.draft_vocab.size}: the target has {config.vocab_size} ids"
+        )

@@ -1,0 +1,106 @@
+"""The Llama family (MHA or GQA) over a paged cache.
+
+``forward`` returns ``g``, the hidden state *after* the final norm; ``logits`` is the head alone.
+Draft heads share ``embed`` and ``lm_head`` of the target they belong to. Tensors are inference
+tensors: clone them to use them in autograd.
+
+Shape legend: N rows, M selected rows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from runtime.attention.base import AttentionBackend
+from runtime.batch import ForwardBatch
+from runtime.cpu import Linear, can_pack
+from runtime.kv_cache import KVPool, SlotTable
+from runtime.layers import BlockShape, DecoderBlock, RMSNorm, RotaryEmbedding, TensorSource
+from runtime.models.base import Model
+from runtime.models.config import ModelConfig
+
+
+class LlamaModel(Model):
+    """A target. ``take(name)`` hands over one checkpoint tensor in the wanted dtype and device.
+
+    Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
+    more than the weights themselves. ``pack=None`` packs where :func:`runtime.cpu.can_pack` says
+    so.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        take: TensorSource,
+        *,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: bool | None = None,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self.dtype = dtype
+        self.device = device
+        self.vocab_size = config.vocab_size
+        self.is_packed = can_pack(dtype, device) if pack is None else pack
+        self.block_shape = BlockShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+        )
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self.embedding_VD = take("model.embed_tokens.weight")
+        if config.tie_word_embeddings:
+            self.lm_head = Linear(self.embedding_VD, pack=self.is_packed)
+        else:
+            self.lm_head = Linear(take("lm_head.weight"), pack=self.is_packed)
+        self.blocks = [self._take_block(take, index) for index in range(config.num_layers)]
+        self.final_norm = RMSNorm(take("model.norm.weight"), eps=config.norm_eps)
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        return KVPool(
+            num_layers=self.config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def embed(self, input_ids_N: torch.Tensor) -> torch.Tensor:
+        """Embedding rows ``[N, D]``; a copy."""
+        return F.embedding(input_ids_N, self.embedding_VD)
+
+    def head_rows(self, ids_W: torch.Tensor) -> torch.Tensor:
+        """Rows ``[W, D]`` of ``lm_head``'s plain weight, copied (not for the decode path)."""
+        if self.config.tie_word_embeddings:
+            return self.embedding_VD.index_select(0, ids_W)
+        return self.lm_head.dense_weight().index_select(0, ids_W)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
+        """``g`` of every row, ``[N, D]``."""
+        plan = self.backend.plan(batch, table)
+        angles = self.rotary.angles(batch.positions_N, self.dtype)
+        x_ND = self.embed(batch.input_ids_N)
+        for layer, block in enumerate(self.blocks):
+            x_ND = block(x_ND, angles, backend=self.backend, plan=plan, pool=pool, layer=layer)
+        return self.final_norm(x_ND)
+
+    @torch.inference_mode()
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """``[M, V]`` in the model's dtype. Callers select rows first: V is large."""
+        return self.lm_head(hidden_MD)
+
+    def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
+        prefix = f"model.layers.{index}."
+
+        def take_local(name: str) -> torch.Tensor:
+            return take(prefix + name)
+
+        return DecoderBlock(
+            self.block_shape, take_local, self.config.block_shapes(), pack=self.is_packed
+        )

@@ -1,0 +1,205 @@
+"""From a path to a running target: which directory, which tensors, and what identifies the weights.
+
+Loading streams: one checkpoint tensor exists beside the weights already merged and packed. Names
+and shapes are strict, a silent default would train a head against the wrong model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from runtime.attention.base import AttentionBackend
+from runtime.attention.sdpa import SdpaBackend
+from runtime.models.config import ModelConfig, load_config
+from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
+from runtime.models.llama import LlamaModel
+
+logger = logging.getLogger(__name__)
+
+_INDEX_NAME = "model.safetensors.index.json"
+_WEIGHTS_NAME = "model.safetensors"
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target. ``path`` is the Hugging Face directory it came from (tokenizer included)."""
+
+    model: LlamaModel
+    config: ModelConfig
+    path: Path
+    fingerprint: str
+    eos_token_ids: tuple[int, ...]
+
+
+def default_cache_dir() -> Path:
+    """Where converted targets and fingerprints are kept unless the user names another place."""
+    return Path.home() / ".cache" / "mtp-train"
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend | None = None,
+    cache_dir: Path | None = None,
+) -> Target:
+    """Resolve, check and load a target.
+
+    ``path``: a Hugging Face directory, a ``.gguf`` file or a built-in name. ``backend`` defaults to
+    :class:`~runtime.attention.sdpa.SdpaBackend`, ``cache_dir`` to :func:`default_cache_dir`.
+    Raises ``ValueError`` naming the file, field or tensor that is wrong.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    directory = resolve_target(path, cache_dir=cache_dir)
+    config = load_config(directory)
+    checkpoint = Checkpoint(directory, config.tensor_shapes(), tied=config.tie_word_embeddings)
+
+    def take(name: str) -> torch.Tensor:
+        return checkpoint.read(name, dtype=dtype, device=device)
+
+    model = LlamaModel(config, take, backend=backend or SdpaBackend(), dtype=dtype, device=device)
+    return Target(
+        model=model,
+        config=config,
+        path=directory,
+        fingerprint=fingerprint_target(directory, cache_dir=cache_dir),
+        eos_token_ids=config.eos_token_ids,
+    )
+
+
+def resolve_target(path: str | Path, *, cache_dir: Path) -> Path:
+    """The Hugging Face directory for ``path``; GGUF files are de-quantised once into ``cache_dir``.
+
+    Raises ``ValueError`` when nothing is there, or a built-in's package is not installed.
+    """
+    if str(path) in BUILT_IN:
+        return convert_gguf(find_built_in(str(path)), cache_dir=cache_dir)
+    place = Path(path).expanduser()
+    if place.is_file() and place.suffix == ".gguf":
+        return convert_gguf(place, cache_dir=cache_dir)
+    if place.is_dir():
+        return place
+    raise ValueError(
+        f"target={path}: no such directory; expected a Hugging Face directory, a .gguf file or one "
+        f"of the built-in names {', '.join(BUILT_IN)}"
+    )
+
+
+def fingerprint_target(path: Path, *, cache_dir: Path) -> str:
+    """sha256 (hex) over the content of ``config.json`` and every weights file, in name order.
+
+    Hashes of single files are remembered in ``cache_dir`` by path, size and modification time; the
+    model's own directory is never written to.
+    """
+    memory_file = cache_dir / "fingerprints.json"
+    memory: dict[str, str] = {}
+    if memory_file.is_file():
+        try:
+            memory = json.loads(memory_file.read_text())
+        except json.JSONDecodeError:
+            logger.warning("%s is damaged: hashing the weights again", memory_file)
+    total = hashlib.sha256()
+    is_changed = False
+    for file in [path / "config.json", *weight_files(path)]:
+        stat = file.stat()
+        key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+        if key not in memory:
+            memory[key] = _hash_file(file)
+            is_changed = True
+        total.update(f"{file.name}\0{memory[key]}\n".encode())
+    if is_changed:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        staged = memory_file.with_name(f".{memory_file.name}.{os.getpid()}")
+        staged.write_text(json.dumps(memory, indent=1, sort_keys=True))
+        os.replace(staged, memory_file)
+    return total.hexdigest()
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory by name. Raises ``ValueError`` if there are none."""
+    index = path / _INDEX_NAME
+    if index.is_file():
+        return [path / name for name in sorted(set(_read_weight_map(index).values()))]
+    if (path / _WEIGHTS_NAME).is_file():
+        return [path / _WEIGHTS_NAME]
+    raise ValueError(f"target={path}: neither {_WEIGHTS_NAME} nor {_INDEX_NAME} is there")
+
+
+class Checkpoint:
+    """The tensors of a directory, checked against a strict list when opened, read one at a time.
+
+    With a tied head a stored ``lm_head.weight`` is allowed and must equal the embedding.
+    """
+
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+        self._file_of: dict[str, Path] = {}
+        found: dict[str, tuple[int, ...]] = {}
+        for file in weight_files(path):
+            if not file.is_file():
+                raise ValueError(
+                    f"target={path}: {file.name} is listed in {_INDEX_NAME} but missing"
+                )
+            try:
+                with safe_open(file, framework="pt") as handle:
+                    for name in handle.keys():  # noqa: SIM118
+                        found[name] = tuple(handle.get_slice(name).get_shape())
+                        self._file_of[name] = file
+            except SafetensorError as error:
+                raise ValueError(f"{file}: damaged safetensors file ({error})") from error
+        for name, shape in shapes.items():
+            if name not in found:
+                raise ValueError(f"target={path}: tensor {name} {list(shape)} is missing")
+            if found[name] != shape:
+                raise ValueError(
+                    f"target={path}: tensor {name} has shape {list(found[name])}, "
+                    f"expected {list(shape)}"
+                )
+        for name in found:
+            is_tied_copy = tied and name == "lm_head.weight"
+            if name not in shapes and not is_tied_copy and not name.endswith("rotary_emb.inv_freq"):
+                raise ValueError(f"target={path}: unexpected tensor {name}")
+        if tied and "lm_head.weight" in found:
+            self._check_tied(path)
+
+    def read(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """One tensor, converted and moved; nothing of the file stays mapped."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            return handle.get_tensor(name).to(device=device, dtype=dtype)
+
+    def _check_tied(self, path: Path) -> None:
+        cpu = torch.device("cpu")
+        names = ("model.embed_tokens.weight", "lm_head.weight")
+        embedding, head = (self.read(n, dtype=torch.float32, device=cpu) for n in names)
+        if not torch.equal(embedding, head):
+            raise ValueError(
+                f"target={path}: tie_word_embeddings is true but lm_head.weight differs from "
+                "model.embed_tokens.weight"
+            )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index}: no readable weight_map ({error!r})") from error
+    assert isinstance(weight_map, dict), "weight_map is not an object"
+    return weight_map
+
+
+def _hash_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as handle:
+        while chunk := handle.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,95 @@
+"""Tiny random targets written with transformers, and batches over a real slot table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from runtime.batch import BatchMode, ForwardBatch
+from runtime.kv_cache import SlotTable
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "initializer_range": 0.3,
+    "eos_token_id": 2,
+}
+
+
+def save_llama(path: Path, *, seed: int = 0, **overrides: object) -> LlamaForCausalLM:
+    """A random model saved to ``path``; norms and biases are random too, or they test nothing."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **overrides})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(path)
+    return model
+
+
+def make_table(*, page_size: int = 16, num_rows: int = 8, num_pages: int = 256) -> SlotTable:
+    return SlotTable(num_rows=num_rows, max_len=512, page_size=page_size, num_pages=num_pages)
+
+
+def make_batch(
+    table: SlotTable,
+    rows: list[int],
+    chunks: list[list[int]],
+    starts: list[int],
+    *,
+    mode: BatchMode = BatchMode.PREFILL,
+    hidden_ND: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """``chunks[b]`` are the ids of request ``b`` at positions ``starts[b]`` and up."""
+    positions, slots = [], []
+    for row, chunk, start in zip(rows, chunks, starts, strict=True):
+        table.reserve(row, start + len(chunk))
+        positions.append(torch.arange(start, start + len(chunk)))
+        slots.append(table.slots(row, start, start + len(chunk)))
+    return ForwardBatch(
+        mode=mode,
+        input_ids_N=torch.tensor([token for chunk in chunks for token in chunk]),
+        positions_N=torch.cat(positions),
+        write_slots_N=torch.cat(slots),
+        q_lens=tuple(len(chunk) for chunk in chunks),
+        kv_lens=tuple(s + len(c) for s, c in zip(starts, chunks, strict=True)),
+        table_rows=tuple(rows),
+        hidden_ND=hidden_ND,
+    )
+
+
+def scatter_pages(table: SlotTable, rows: list[int], length: int) -> None:
+    """Reserve ``length`` tokens for every row, one page each in turn: nobody's slots are a run."""
+    for stop in range(table.page_size, length + table.page_size, table.page_size):
+        for row in rows:
+            table.reserve(row, min(stop, length))
+
+
+def random_ids(count: int, *, seed: int, vocab_size: int = 97) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max()).item()
