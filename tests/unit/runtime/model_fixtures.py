@@ -80,10 +80,12 @@ def make_batch(
 
 
 def scatter_pages(table: SlotTable, rows: list[int], length: int) -> None:
-    """Reserve ``length`` tokens for every row, one page each in turn: nobody's slots are a run."""
+    """Reserve ``length`` tokens per row page by page, and occupy the page after each of them."""
     for stop in range(table.page_size, length + table.page_size, table.page_size):
         for row in rows:
             table.reserve(row, min(stop, length))
+            last = int(table.slots(row, stop - table.page_size, stop)[0]) // table.page_size
+            table.allocator.allocate(1, after=last)
 
 
 def random_ids(count: int, *, seed: int, vocab_size: int = 97) -> list[int]:
