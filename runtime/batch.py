@@ -31,9 +31,8 @@ class ForwardBatch:
 
     ``q_lens`` and ``kv_lens`` are exact host lengths per request; ``kv_lens`` counts the new rows.
     Row ``i`` of request ``b`` sits at position ``kv_lens[b] - q_lens[b] + i``; its K/V go to the
-    slot
-    that the slot table holds for (``table_rows[b]``, position). ``hidden_ND`` is the draft head's
-    second input.
+    slot that the slot table holds for (``table_rows[b]``, position). ``hidden_ND`` is the draft
+    head's second input.
     """
 
     mode: BatchMode

@@ -122,8 +122,7 @@ class RequestState:
     """A request inside the engine. Lengths count tokens of ``prompt + output``.
 
     ``committed`` tokens have final target K/V; while decoding it is ``len(tokens) - 1``, for the
-    last
-    token has been sampled but not yet been processed. ``encode_only`` requests sample nothing.
+    last token has been sampled but not yet been processed. ``encode_only`` requests sample nothing.
     """
 
     request: Request
