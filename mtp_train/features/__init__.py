@@ -1,0 +1,1 @@
+"""The feature store: hidden states of the target, dumped once and read by the trainer."""

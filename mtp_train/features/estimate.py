@@ -1,0 +1,101 @@
+"""How large a dump will be, before a byte is written, and whether the disk can take it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mtp_train.config import Codec
+from mtp_train.features.codecs import bytes_per_row
+
+_IDS_AND_MASK = 5  # int32 id + bool mask per token
+_PER_SAMPLE = 128  # id, length, mask hash in the shard's metadata and in the manifest
+_CODECS: tuple[Codec, ...] = ("fp32", "bf16", "fp8_e4m3")
+
+
+class DiskUsage(NamedTuple):
+    """Bytes, as :func:`shutil.disk_usage` gives them."""
+
+    total: int
+    used: int
+    free: int
+
+
+def disk_usage(path: Path) -> DiskUsage:
+    return DiskUsage(*shutil.disk_usage(path))
+
+
+DiskUsageFn = Callable[[Path], DiskUsage]
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """Size of the samples still to be written. Bytes."""
+
+    num_samples: int
+    num_tokens: int
+    hidden_size: int
+    codec: Codec
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes_in(self.codec)
+
+    def _bytes_in(self, codec: Codec) -> int:
+        per_token = bytes_per_row(codec, self.hidden_size) + _IDS_AND_MASK
+        return self.num_tokens * per_token + self.num_samples * _PER_SAMPLE
+
+    def describe(self) -> str:
+        return (
+            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens x {self.hidden_size} in "
+            f"{self.codec}: {format_bytes(self.num_bytes)}"
+        )
+
+    def smaller_codecs(self) -> list[tuple[Codec, int]]:
+        """Codecs that need less, with the bytes they need."""
+        sizes = [(codec, self._bytes_in(codec)) for codec in _CODECS]
+        return [(codec, size) for codec, size in sizes if size < self.num_bytes]
+
+
+def estimate_size(lengths: Sequence[int], *, hidden_size: int, codec: Codec) -> SizeEstimate:
+    """Estimate for samples of ``lengths`` tokens."""
+    return SizeEstimate(len(lengths), sum(lengths), hidden_size, codec)
+
+
+def check_free_disk(
+    estimate: SizeEstimate,
+    path: Path,
+    *,
+    min_free_share: float,
+    usage: DiskUsageFn = disk_usage,
+) -> None:
+    """Raise ``ValueError`` (needed, free, how to reduce) when the dump would fill the disk.
+
+    ``min_free_share`` of the disk's size must stay free afterwards.
+    """
+    disk = usage(path)
+    available = disk.free - int(min_free_share * disk.total)
+    if estimate.num_bytes <= available:
+        return
+    advice = [
+        f"features.codec={codec} needs {format_bytes(size)}"
+        for codec, size in estimate.smaller_codecs()
+    ]
+    advice.append("data.max_tokens_total or data.max_conversations make the token set smaller")
+    advice.append("features.path may point to a larger disk")
+    raise ValueError(
+        f"features={path}: {estimate.describe()} needed, but {format_bytes(disk.free)} are free of "
+        f"{format_bytes(disk.total)} and features.min_free_disk_share={min_free_share} must stay "
+        f"free, which leaves {format_bytes(max(available, 0))}. To reduce: {'; '.join(advice)}"
+    )
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

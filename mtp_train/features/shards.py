@@ -1,0 +1,194 @@
+"""One shard: an immutable safetensors file that describes itself.
+
+Tensors, rows of all samples concatenated in the order of ``sample_ids``: ``hidden`` ``[N, D]``
+(codec dtype), ``scale`` ``[N]`` fp32 (``fp8_e4m3`` only), ``input_ids`` ``[N]`` int32, ``loss_mask``
+``[N]`` bool. The metadata repeats the manifest's record, so that a shard whose record was lost
+can be adopted. The file is named after the hash of its content. Shape legend: N rows of the
+shard, T rows of one sample, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from mtp_train.config import Codec
+from mtp_train.features.codecs import STORED_DTYPES, EncodedRows, decode, encode, has_scale
+from mtp_train.features.manifest import (
+    FeatureStoreError,
+    Fingerprint,
+    P0Figures,
+    QuarantinedSample,
+    ShardRecord,
+    hash_loss_mask,
+    record_from_json,
+    write_atomically,
+)
+
+logger = logging.getLogger(__name__)
+
+METADATA_KEY = "mtp_shard"  # one key: safetensors does not keep the order of several
+_NAME_HEX = 32
+_REPAIR = (
+    "delete the file and run `mtp precompute` again, which computes its samples anew and keeps "
+    "all other shards"
+)
+
+
+@dataclass(frozen=True)
+class FeatureSample:
+    """One sample: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden_TD``."""
+
+    sample_id: str
+    input_ids: torch.Tensor = field(repr=False)
+    loss_mask: torch.Tensor = field(repr=False)
+    hidden_TD: torch.Tensor = field(repr=False)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        return self.hidden_TD
+
+
+def write_shard(
+    path: Path,
+    samples: Sequence[FeatureSample],
+    *,
+    fingerprint: Fingerprint,
+    quarantined: Sequence[QuarantinedSample],
+    p0: P0Figures | None,
+) -> ShardRecord:
+    """Encode and write ``samples`` as one shard below ``path`` (atomic and durable)."""
+    hidden_size, codec = fingerprint.hidden_size, fingerprint.codec
+    encoded = [encode(sample.hidden_TD, codec) for sample in samples]
+    tensors = {
+        "hidden": _cat([rows.hidden_ND for rows in encoded], STORED_DTYPES[codec], (hidden_size,)),
+        "input_ids": _cat([sample.input_ids for sample in samples], torch.int32, ()),
+        "loss_mask": _cat([sample.loss_mask for sample in samples], torch.bool, ()),
+    }
+    if has_scale(codec):
+        scales = [rows.scale_N for rows in encoded if rows.scale_N is not None]
+        tensors["scale"] = _cat(scales, torch.float32, ())
+    record = ShardRecord(
+        name="",
+        sha256="",
+        num_bytes=0,
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        lengths=tuple(len(sample.input_ids) for sample in samples),
+        mask_hashes=tuple(hash_loss_mask(sample.loss_mask.tolist()) for sample in samples),
+        quarantined=tuple(quarantined),
+        p0=p0,
+    )
+    described = {"fingerprint": fingerprint.digest(), "record": dataclasses.asdict(record)}
+    data = save(tensors, metadata={METADATA_KEY: json.dumps(described, sort_keys=True)})
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"shard-{digest[:_NAME_HEX]}.safetensors"
+    write_atomically(path / name, data)
+    return dataclasses.replace(record, name=name, sha256=digest, num_bytes=len(data))
+
+
+def adopt_shard(file: Path, fingerprint: Fingerprint) -> ShardRecord | None:
+    """The record of a shard that no manifest lists, from its own metadata.
+
+    ``None`` when the file is damaged (its content does not hash to its name). Raises
+    :class:`FeatureStoreError` when it is whole but was made from something else.
+    """
+    digest = hash_file(file)
+    if file.name != f"shard-{digest[:_NAME_HEX]}.safetensors":
+        return None
+    with safe_open(file, framework="pt") as handle:
+        described = json.loads(handle.metadata()[METADATA_KEY])
+    if described["fingerprint"] != fingerprint.digest():
+        raise FeatureStoreError(
+            f"shard {file}: not in the manifest, and made from another target, codec or settings; "
+            "choose another features.path, or delete the shard"
+        )
+    record = record_from_json(described["record"])
+    return dataclasses.replace(
+        record, name=file.name, sha256=digest, num_bytes=file.stat().st_size
+    )
+
+
+def hash_file(file: Path) -> str:
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def check_presence(path: Path, record: ShardRecord) -> str | None:
+    """What is wrong with the shard's file as seen from the outside; ``None`` when nothing is."""
+    file = path / record.name
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    if size != record.num_bytes:
+        return f"has {size} bytes, the manifest says {record.num_bytes}"
+    return None
+
+
+def damaged(file: Path, fault: str) -> FeatureStoreError:
+    return FeatureStoreError(f"shard {file}: {fault}; {_REPAIR}")
+
+
+class ShardReader:
+    """An open shard. Rows are read by slice from the memory map; nothing else is held."""
+
+    def __init__(self, path: Path, record: ShardRecord, fingerprint: Fingerprint) -> None:
+        self._file = path / record.name
+        self._codec: Codec = fingerprint.codec
+        self._stops = torch.tensor(record.lengths, dtype=torch.int64).cumsum(0).tolist()
+        names = ["hidden", "input_ids", "loss_mask", *(["scale"] if self._has_scale else [])]
+        try:
+            self._handle: Any = safe_open(self._file, framework="pt")
+        except SafetensorError as error:
+            raise damaged(self._file, f"not a whole safetensors file ({error})") from error
+        present = set(self._handle.keys())
+        missing = [name for name in names if name not in present]
+        if missing:
+            raise damaged(self._file, f"tensor {missing[0]} is missing")
+        self._slices = {name: self._handle.get_slice(name) for name in names}
+        expected = [record.num_tokens, fingerprint.hidden_size]
+        shape = list(self._slices["hidden"].get_shape())
+        if shape != expected:
+            raise damaged(self._file, f"tensor hidden has shape {shape}, expected {expected}")
+        for name in names[1:]:
+            shape = list(self._slices[name].get_shape())
+            if shape != expected[:1]:
+                raise damaged(
+                    self._file, f"tensor {name} has shape {shape}, expected {expected[:1]}"
+                )
+
+    @property
+    def _has_scale(self) -> bool:
+        return has_scale(self._codec)
+
+    def read(self, index: int, sample_id: str, *, dtype: torch.dtype) -> FeatureSample:
+        """Sample ``index`` of this shard, decoded to ``dtype``."""
+        start = self._stops[index - 1] if index else 0
+        stop = self._stops[index]
+        rows = EncodedRows(
+            self._slices["hidden"][start:stop],
+            self._slices["scale"][start:stop] if self._has_scale else None,
+        )
+        return FeatureSample(
+            sample_id,
+            self._slices["input_ids"][start:stop].long(),
+            self._slices["loss_mask"][start:stop].clone(),
+            decode(rows, dtype=dtype),
+        )
+
+
+def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype, tail: tuple[int, ...]) -> torch.Tensor:
+    if not parts:
+        return torch.zeros(0, *tail, dtype=dtype)
+    if parts[0].dtype == torch.float8_e4m3fn:  # no concatenation kernel for fp8 on every device
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
+    return torch.cat([part.to(dtype) for part in parts])
