@@ -64,6 +64,7 @@ class FeatureReader:
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._verified: set[int] = set()
 
+        self._on_disk: list[int] = []
         places: dict[str, tuple[int, int, int]] = {}  # id -> shard, index in it, length
         for number, record in enumerate(self.manifest.shards):
             fault = check_presence(self.path, record)
@@ -77,6 +78,7 @@ class FeatureReader:
                     len(record.sample_ids),
                 )
                 continue
+            self._on_disk.append(number)
             for index, (sample_id, length) in enumerate(
                 zip(record.sample_ids, record.lengths, strict=True)
             ):
@@ -89,7 +91,9 @@ class FeatureReader:
                     f"features={self.path}: {len(absent)} of {len(wanted)} selected samples are "
                     f"not in the store (first: {min(absent)}); run `mtp precompute` again"
                 )
-            places = {sample_id: place for sample_id, place in places.items() if sample_id in wanted}
+            places = {
+                sample_id: place for sample_id, place in places.items() if sample_id in wanted
+            }
         self.sample_ids: tuple[str, ...] = tuple(sorted(places))
         self._places = [places[sample_id] for sample_id in self.sample_ids]
         self.lengths = torch.tensor([place[2] for place in self._places], dtype=torch.int64)
@@ -110,7 +114,7 @@ class FeatureReader:
 
     def verify(self) -> None:
         """Test the checksum of every shard on disk. Raises on the first damaged one."""
-        for number in sorted({place[0] for place in self._places}):
+        for number in self._on_disk:
             self._verify(number)
 
     def _shard(self, number: int) -> ShardReader:

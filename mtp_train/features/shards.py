@@ -1,10 +1,10 @@
 """One shard: an immutable safetensors file that describes itself.
 
 Tensors, rows of all samples concatenated in the order of ``sample_ids``: ``hidden`` ``[N, D]``
-(codec dtype), ``scale`` ``[N]`` fp32 (``fp8_e4m3`` only), ``input_ids`` ``[N]`` int32, ``loss_mask``
-``[N]`` bool. The metadata repeats the manifest's record, so that a shard whose record was lost
-can be adopted. The file is named after the hash of its content. Shape legend: N rows of the
-shard, T rows of one sample, D model width.
+(codec dtype), ``scale`` ``[N]`` fp32 (``fp8_e4m3`` only), ``input_ids`` ``[N]`` int32,
+``loss_mask`` ``[N]`` bool. The metadata repeats the manifest's record, so that a shard whose
+record was lost can be adopted. The file is named after the hash of its content. Shape legend:
+N rows of the shard, T rows of one sample, D model width.
 """
 
 from __future__ import annotations
@@ -47,16 +47,14 @@ _REPAIR = (
 
 @dataclass(frozen=True)
 class FeatureSample:
-    """One sample: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden_TD``."""
+    """One sample: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden`` float
+    ``[T, D]``.
+    """
 
     sample_id: str
     input_ids: torch.Tensor = field(repr=False)
     loss_mask: torch.Tensor = field(repr=False)
-    hidden_TD: torch.Tensor = field(repr=False)
-
-    @property
-    def hidden(self) -> torch.Tensor:
-        return self.hidden_TD
+    hidden: torch.Tensor = field(repr=False)
 
 
 def write_shard(
@@ -69,7 +67,7 @@ def write_shard(
 ) -> ShardRecord:
     """Encode and write ``samples`` as one shard below ``path`` (atomic and durable)."""
     hidden_size, codec = fingerprint.hidden_size, fingerprint.codec
-    encoded = [encode(sample.hidden_TD, codec) for sample in samples]
+    encoded = [encode(sample.hidden, codec) for sample in samples]
     tensors = {
         "hidden": _cat([rows.hidden_ND for rows in encoded], STORED_DTYPES[codec], (hidden_size,)),
         "input_ids": _cat([sample.input_ids for sample in samples], torch.int32, ()),
@@ -113,9 +111,7 @@ def adopt_shard(file: Path, fingerprint: Fingerprint) -> ShardRecord | None:
             "choose another features.path, or delete the shard"
         )
     record = record_from_json(described["record"])
-    return dataclasses.replace(
-        record, name=file.name, sha256=digest, num_bytes=file.stat().st_size
-    )
+    return dataclasses.replace(record, name=file.name, sha256=digest, num_bytes=file.stat().st_size)
 
 
 def hash_file(file: Path) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 from data_prep.ids import hash_token_ids
@@ -33,32 +32,26 @@ def make_samples(count: int, *, seed: int = 0) -> list[FeatureSample]:
     return samples
 
 
-WriteStore = Callable[..., list[FeatureSample]]
-
-
-@pytest.fixture
-def write_store() -> WriteStore:
-    def write(
-        path: Path,
-        *,
-        codec: Codec = "fp32",
-        count: int = 12,
-        shard_tokens: int = 16,
-        samples: Sequence[FeatureSample] | None = None,
-    ) -> list[FeatureSample]:
-        chosen = make_samples(count) if samples is None else list(samples)
-        fingerprint = make_fingerprint(codec)
-        manifest = recover_store(path, fingerprint)
-        with FeatureWriter(
-            path,
-            fingerprint=fingerprint,
-            shard_tokens=shard_tokens,
-            max_quarantined=0,
-            known=manifest.settled_ids(),
-        ) as writer:
-            for item in chosen:
-                writer.add(item.sample_id, item.input_ids, item.loss_mask, item.hidden_TD)
-        finish_store(path)
-        return chosen
-
-    return write
+def write_store(
+    path: Path,
+    *,
+    codec: Codec = "fp32",
+    count: int = 12,
+    shard_tokens: int = 16,
+    samples: Sequence[FeatureSample] | None = None,
+) -> list[FeatureSample]:
+    """A finished store of ``samples`` (or ``count`` random ones) in several small shards."""
+    chosen = make_samples(count) if samples is None else list(samples)
+    fingerprint = make_fingerprint(codec)
+    manifest = recover_store(path, fingerprint)
+    with FeatureWriter(
+        path,
+        fingerprint=fingerprint,
+        shard_tokens=shard_tokens,
+        max_quarantined=0,
+        known=manifest.settled_ids(),
+    ) as writer:
+        for item in chosen:
+            writer.add(item.sample_id, item.input_ids, item.loss_mask, item.hidden)
+    finish_store(path)
+    return chosen
