@@ -18,19 +18,14 @@ from runtime.request import Phase, RequestState
 
 @dataclass(frozen=True)
 class Work:
-    """``num_rows`` rows of one request, from its ``committed`` length on (speculation adds K)."""
+    """``num_rows`` rows of one request, from its ``committed`` length on (speculation adds K).
+
+    ``samples``: after these rows every known token has been processed, so the next one is drawn.
+    """
 
     state: RequestState
     num_rows: int
-
-    @property
-    def finishes_prefill(self) -> bool:
-        """After these rows every known token has been processed."""
-        return self.state.committed + self.num_rows == len(self.state.tokens)
-
-    @property
-    def samples(self) -> bool:
-        return self.finishes_prefill and not self.state.encode_only
+    samples: bool
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,15 @@ class Scheduler:
         works = []
         decoding = [state for state in self.running if state.phase is Phase.DECODE]
         for state in decoding:
-            works.append(Work(state, 1))
+            works.append(Work(state, 1, samples=True))
         budget -= len(decoding)
         for state in self.running:
             if state.phase is Phase.PREFILL and budget > 0:
                 count = min(budget, len(state.tokens) - state.committed)
                 if self.max_rows_per_request:
                     count = min(count, self.max_rows_per_request)
-                works.append(Work(state, count))
+                is_last = state.committed + count == len(state.tokens)
+                works.append(Work(state, count, samples=is_last and not state.encode_only))
                 budget -= count
         assert works, "nothing can run although requests are waiting"
         is_decode_only = len(works) == len(decoding)

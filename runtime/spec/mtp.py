@@ -209,7 +209,7 @@ class MtpSchedule(PlainSchedule):
 
     def _to_target_ids(self, draft_ids_B: torch.Tensor) -> torch.Tensor:
         ids_V = self.head.draft_vocab_ids
-        return draft_ids_B if ids_V is None else ids_V.index_select(0, draft_ids_B)
+        return draft_ids_B if ids_V is None else ids_V.take(draft_ids_B)
 
     def _to_target_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
         """Draft logits over the target's vocabulary; tokens the draft cannot propose get -inf."""

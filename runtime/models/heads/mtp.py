@@ -21,17 +21,17 @@ from runtime.cpu import Linear
 from runtime.head_spec import HeadSpec, check_head_tensors
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.layers import BlockShape, DecoderBlock, RMSNorm, RotaryEmbedding
-from runtime.models.base import Model
+from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 
 _LAYER = "layers.0."
 
 
-class MtpHead(Model):
+class MtpHead(DraftModel):
     """Shares embedding, ``lm_head`` (packed as it is), dtype, device and backend with the target.
 
     With a draft vocabulary ``logits`` has ``W`` columns; column ``j`` is token
-    ``draft_vocab_ids[j]`` (:meth:`map_draft_ids`). Its rows of the target's head are copied (``W *
+    ``draft_vocab_ids[j]``. Its rows of the target's head are copied (``W *
     D`` elements).
     """
 
@@ -44,6 +44,8 @@ class MtpHead(Model):
         self.device = target.device
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
+        self.width = spec.hidden_size
+        self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
         self._target = target
         pack = target.is_packed
         plus_one = spec.norm_form == "1+w"
@@ -138,12 +140,6 @@ class MtpHead(Model):
         if self.spec.logits_from == "post_norm" and not is_normed and self.final_norm is not None:
             hidden_MD = self.final_norm(hidden_MD)
         return self.lm_head(hidden_MD)
-
-    def map_draft_ids(self, columns: torch.Tensor) -> torch.Tensor:
-        """Columns of :meth:`logits` (any shape) to target token ids (int64)."""
-        if self.draft_vocab_ids is None:
-            return columns
-        return self.draft_vocab_ids.take(columns)
 
 
 def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:

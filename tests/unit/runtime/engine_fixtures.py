@@ -1,0 +1,224 @@
+"""A tiny target with a small vocabulary (so that a random head is right now and then), engines over
+it, stub drafts, and the from-scratch recompute that equal output cannot replace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.batch import BatchMode, ForwardBatch
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.kv_cache import KVPool, SlotTable
+from runtime.models.base import DraftModel
+from runtime.models.heads import build_head
+from runtime.models.loader import Target, load_target
+from runtime.request import Phase, Request, RequestState, SamplingParams
+from runtime.spec.mtp import MtpSchedule
+from tests.unit.runtime.model_fixtures import make_batch, make_table, random_ids, save_llama
+
+VOCAB = 11
+EOS = 2
+
+
+def tiny_target(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
+    save_llama(path, seed=seed, vocab_size=VOCAB)
+    return load_target(str(path), dtype=dtype, device=torch.device("cpu"))
+
+
+def head_spec(target: Target, **overrides: Any) -> HeadSpec:
+    config = target.config
+    values: dict[str, Any] = {
+        "kind": "mtp",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope": RopeSpec(theta=config.rope.theta),
+        "norm_eps": config.norm_eps,
+        "target_fingerprint": target.fingerprint,
+    }
+    return HeadSpec(**{**values, **overrides})
+
+
+def random_head_tensors(spec: HeadSpec, *, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in spec.tensor_shapes().items():
+        if name == "draft_vocab_ids":
+            continue
+        if len(shape) == 1:
+            tensors[name] = torch.rand(shape, generator=generator) + 0.5
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * 0.3
+    return tensors
+
+
+def random_head(target: Target, *, seed: int = 1, **overrides: Any) -> DraftModel:
+    spec = head_spec(target, **overrides)
+    return build_head(spec, random_head_tensors(spec, seed=seed), target.model)
+
+
+def make_engine(target: Target, draft: DraftModel | None = None, **overrides: Any) -> Engine:
+    transfer = overrides.pop("transfer", None)
+    tokenizer = overrides.pop("tokenizer", None)
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "page_size": 16,
+        "num_pages": 64,
+        "max_running": 4,
+        "max_model_len": 96,
+        "max_batch_tokens": 64,
+        "check_integrity": True,
+    }
+    values.update(overrides)
+    return Engine(
+        target.model,
+        config=EngineConfig(**values),
+        eos_token_ids=(EOS,),
+        draft=draft,
+        tokenizer=tokenizer,
+        transfer=transfer,
+    )
+
+
+def make_requests(
+    count: int = 5, *, seed: int = 0, max_tokens: int = 20, **sampling: Any
+) -> list[Request]:
+    """Prompts of very different lengths, among them one of a single token."""
+    lengths = [1, 37, 5, 16, 23, 2, 17, 30]
+    return [
+        Request(
+            f"r{index}",
+            tuple(random_ids(lengths[index % 8], seed=seed * 100 + index, vocab_size=VOCAB)),
+            SamplingParams(max_tokens=max_tokens, **{"seed": index, **sampling}),
+        )
+        for index in range(count)
+    ]
+
+
+class ByteTokenizer:
+    """Token i is the letter 'a' + i: enough for stop strings."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(
+            chr(ord("a") + token)
+            for token in token_ids
+            if not (skip_special_tokens and token == EOS)
+        )
+
+
+class StubDraft(DraftModel):
+    """Knows the plain output; drafts right, wrong, or right at even positions. Has no weights.
+
+    Its state is (position, table row): row i at position p predicts token p + 2 of whoever holds
+    the row. ``behaviour(position) -> bool`` says whether that token is drafted right.
+    """
+
+    def __init__(self, target: Target, answers: dict[str, list[int]], behaviour: Any) -> None:
+        self.device, self.dtype = target.model.device, torch.float32
+        self.vocab_size = self.draft_vocab_size = target.model.vocab_size
+        self.draft_vocab_ids = None
+        self.width = 2
+        self.answers = answers
+        self.behaviour = behaviour
+        self.engine: Engine | None = None
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        return KVPool(
+            num_layers=0,
+            num_slots=num_slots,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype=torch.float32,
+            device=self.device,
+        )
+
+    def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
+        rows = torch.repeat_interleave(torch.tensor(batch.table_rows), torch.tensor(batch.q_lens))
+        return torch.stack([batch.positions_N, rows], 1).float()
+
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        assert self.engine is not None
+        owners = {state.row: state for state in self.engine.scheduler.running}
+        logits = torch.zeros(len(hidden_MD), self.vocab_size)
+        for index, (position, row) in enumerate(hidden_MD.long().tolist()):
+            answer = self.answers[owners[row].request.request_id]
+            token = answer[position + 2] if position + 2 < len(answer) else 0
+            if not self.behaviour(position + 2):
+                token = (token + 1) % self.vocab_size
+            logits[index, token] = 1.0
+        return logits
+
+
+def run_stepwise(
+    engine: Engine, requests: list[Request], *, late: bool = False, after_step: Any = None
+) -> dict[str, list[int]]:
+    """Drive the engine by hand; with ``late`` one request arrives every third step."""
+    queue = list(requests)
+    states: list[RequestState] = []
+    if not late:
+        states = [engine.add(request) for request in queue]
+        queue = []
+    count = 0
+    while queue or engine.has_work:
+        if queue and count % 3 == 0:
+            states.append(engine.add(queue.pop(0)))
+        engine.step()
+        count += 1
+        if after_step is not None:
+            after_step(engine)
+    return {state.request.request_id: state.output_ids for state in states}
+
+
+def check_draft_state(engine: Engine, target: Target, *, tolerance: float = 1e-4) -> int:
+    """Draft K/V and relay state of every decoding request against a from-scratch recompute.
+
+    Returns how many requests were checked. Raises ``AssertionError`` naming what differs.
+    """
+    schedule = engine.schedule
+    assert isinstance(schedule, MtpSchedule)
+    checked = 0
+    for state in engine.scheduler.running:
+        if state.phase is not Phase.DECODE:
+            continue
+        length, tokens = state.committed, state.tokens
+        assert length == len(tokens) - 1, "committed length is not one behind the tokens"
+        table = make_table()
+        row = table.acquire_row()
+        num_slots = table.allocator.num_pages * table.page_size
+        batch = make_batch(table, [row], [tokens[:length]], [0])
+        target_pool = target.model.new_pool(num_slots)
+        hidden = target.model.forward(batch, table, target_pool)
+        draft_batch = make_batch(
+            table, [row], [tokens[1 : length + 1]], [0], mode=BatchMode.PREFILL, hidden_ND=hidden
+        )
+        draft_pool = schedule.head.new_pool(num_slots)
+        draft_hidden = schedule.head.forward(draft_batch, table, draft_pool)
+        fresh = table.slots(row, 0, length)
+        held = engine.table.slots(state.row, 0, length)
+        pairs = [
+            ("target K", schedule.target.pool.k[-1][held], target_pool.k[-1][fresh]),
+            ("target V", schedule.target.pool.v[-1][held], target_pool.v[-1][fresh]),
+            ("draft K", schedule.draft.pool.k[0][held], draft_pool.k[0][fresh]),
+            ("draft V", schedule.draft.pool.v[0][held], draft_pool.v[0][fresh]),
+            ("relay hidden", schedule.hidden_RD[state.row], draft_hidden[-1]),
+            (
+                "relay logits",
+                schedule.logits_RV[state.row],
+                schedule.head.logits(draft_hidden[-1:])[0],
+            ),
+        ]
+        for name, got, want in pairs:
+            scale = want.abs().max().clamp_min(1e-6)
+            error = float((got - want).abs().max() / scale)
+            assert error <= tolerance, f"{state.request.request_id}: {name} is off by {error:.2e}"
+        assert int(schedule.last_ids_R[state.row]) == tokens[-1], "relay token is not the last one"
+        checked += 1
+    return checked
