@@ -62,7 +62,7 @@ def build_batch(
     positions = np.concatenate(
         [np.arange(start, start + count) for start, count in zip(starts, q_lens, strict=True)]
     )
-    slots = table.slots_RT.numpy()[np.repeat(np.asarray(table_rows), q_lens), positions]
+    slots = table.host_slots_RT[np.repeat(np.asarray(table_rows), q_lens), positions]
     return ForwardBatch(
         mode=mode,
         input_ids_N=input_ids_N,

@@ -85,6 +85,7 @@ class SlotTable:
         self.max_len = max_len
         self.allocator = PageAllocator(num_pages)
         self.slots_RT = torch.zeros(num_rows, max_len + page_size, dtype=torch.int64)
+        self.host_slots_RT = self.slots_RT.numpy()  # the same memory
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._held_rows: set[int] = set()
