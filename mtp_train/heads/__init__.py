@@ -1,0 +1,23 @@
+"""Differentiable heads, one file per kind, and the registry that builds them from a ``HeadSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from mtp_train.heads.mtp import MtpHead
+from runtime.head_spec import HeadSpec
+
+HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead})
+
+
+def build_training_head(spec: HeadSpec, *, dtype: torch.dtype) -> MtpHead:
+    """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
+
+    Raises ``ValueError`` for an unknown kind.
+    """
+    if spec.kind not in HEADS:
+        raise ValueError(f"head kind={spec.kind!r}; supported: {', '.join(HEADS)}")
+    return HEADS[spec.kind](spec, dtype=dtype)

@@ -1,0 +1,93 @@
+"""The shape and the first weights of a head, both taken from the target.
+
+``random``: truncated normal with the target's own ``initializer_range``, norms at one.
+``last_layer``: the target's last decoder layer, its final norm as the head's final norm, and an
+``eh_proj`` that passes the hidden state through unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from mtp_train.config import HeadConfig
+from runtime.head_spec import HeadSpec
+from runtime.models.config import ModelConfig
+
+TensorReader = Callable[[str], torch.Tensor]
+
+_LAYER = "layers.0."
+
+
+def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str) -> HeadSpec:
+    """The spec of a head for ``target``; everything but the user's choices is the target's."""
+    if target.attention_bias or target.mlp_bias:
+        raise ValueError("head kind=mtp: targets with attention or MLP biases are not supported")
+    return HeadSpec(
+        kind=config.kind,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        vocab_size=target.vocab_size,
+        max_position_embeddings=target.max_position_embeddings,
+        rope=target.rope,
+        norm_eps=target.norm_eps,
+        target_fingerprint=fingerprint,
+        concat=config.concat,
+        recycle=config.recycle,
+        first_embedding_mask=config.first_embedding_mask,
+    )
+
+
+def initialise(
+    spec: HeadSpec,
+    *,
+    method: Literal["random", "last_layer"],
+    seed: int,
+    initializer_range: float,
+    num_target_layers: int,
+    read_target: TensorReader,
+) -> dict[str, torch.Tensor]:
+    """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
+
+    ``read_target`` returns a tensor of the target's checkpoint by its Hugging Face name; it is only
+    called for ``last_layer``. The values depend on ``seed`` and the tensors' names alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in sorted(spec.tensor_shapes().items()):
+        if len(shape) == 1:
+            tensors[name] = torch.full(shape, 0.0 if spec.norm_form == "1+w" else 1.0)
+            continue
+        std = initializer_range
+        values = torch.empty(shape)
+        torch.nn.init.trunc_normal_(
+            values, std=std, a=-3 * std, b=3 * std, generator=generator
+        )
+        tensors[name] = values
+    if method == "last_layer":
+        _copy_last_layer(spec, tensors, num_target_layers, read_target)
+    return tensors
+
+
+def _copy_last_layer(
+    spec: HeadSpec,
+    tensors: dict[str, torch.Tensor],
+    num_target_layers: int,
+    read_target: TensorReader,
+) -> None:
+    prefix = f"model.layers.{num_target_layers - 1}."
+    for name in tensors:
+        if name.startswith(_LAYER):
+            tensors[name] = read_target(prefix + name.removeprefix(_LAYER)).float().clone()
+    if spec.norms.final:
+        tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
+    width = spec.hidden_size
+    identity = torch.eye(width)
+    zero = torch.zeros(width, width)
+    halves = (zero, identity) if spec.concat == "embedding_hidden" else (identity, zero)
+    tensors["eh_proj.weight"] = torch.cat(halves, dim=1)

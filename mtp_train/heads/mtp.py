@@ -1,0 +1,203 @@
+"""The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
+
+``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer -> final norm. Embedding and lm_head are
+the target's, frozen, and stay outside of this module. Parameter names are the spec's tensor names.
+
+Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
+width, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mtp_train.attention import AttentionPlan, prefix_chain_attention
+from mtp_train.packing import HeadBatch
+from runtime.head_spec import HeadSpec, RopeSpec, check_head_tensors
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """RoPE frequencies, fp32 ``[head_dim / 2]``; ``llama3`` as in the Llama 3.1 reference code."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rope.theta**exponent)
+    if rope.kind == "default":
+        return plain
+    low_wavelength = rope.original_max_position / rope.low_freq_factor
+    high_wavelength = rope.original_max_position / rope.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
+    scaled = torch.where(wavelength > low_wavelength, plain / rope.factor, plain)
+    is_medium = (wavelength <= low_wavelength) & (wavelength >= high_wavelength)
+    return torch.where(is_medium, blended, scaled)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm in fp32, rounded before the weight is applied (as transformers does)."""
+
+    def __init__(self, width: int, *, eps: float, one_plus: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps, self.one_plus = eps, one_plus
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if one_plus else 1.0, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        if self.one_plus:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+class _Attention(nn.Module):
+    """The four projections; rotation and softmax happen in :class:`MtpHead`."""
+
+    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = spec.hidden_size
+        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(width, q_dim, bias=False, dtype=dtype)
+        self.k_proj = nn.Linear(width, kv_dim, bias=False, dtype=dtype)
+        self.v_proj = nn.Linear(width, kv_dim, bias=False, dtype=dtype)
+        self.o_proj = nn.Linear(q_dim, width, bias=False, dtype=dtype)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False, dtype=dtype)
+        self.up_proj = nn.Linear(width, inner, bias=False, dtype=dtype)
+        self.down_proj = nn.Linear(inner, width, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _DecoderLayer(nn.Module):
+    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(spec, spec.norms.input, dtype)
+        self.self_attn = _Attention(spec, dtype)
+        self.post_attention_layernorm = _norm(spec, spec.norms.post_attention, dtype)
+        self.mlp = _Mlp(spec, dtype)
+
+
+def _norm(spec: HeadSpec, exists: bool, dtype: torch.dtype) -> nn.Module:
+    if not exists:
+        return nn.Identity()
+    return RMSNorm(
+        spec.hidden_size, eps=spec.norm_eps, one_plus=spec.norm_form == "1+w", dtype=dtype
+    )
+
+
+class MtpHead(nn.Module):
+    """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
+
+    The states are those that ``lm_head`` reads (``spec.logits_from``), ``[N_k, D]`` in the
+    parameters' dtype.
+    """
+
+    def __init__(self, spec: HeadSpec, *, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        if spec.draft_vocab is not None:
+            raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
+        self.spec = spec
+        self.enorm = _norm(spec, spec.norms.enorm, dtype)
+        self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
+        self.eh_proj = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False, dtype=dtype)
+        self.layers = nn.ModuleList([_DecoderLayer(spec, dtype)])
+        self.norm = _norm(spec, spec.norms.final, dtype)
+
+    def forward(self, batch: HeadBatch, embedding_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states."""
+        layer = self.layers[0]
+        x_SD = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
+        normed_SD = layer.input_layernorm(x_SD)
+        k_SGC, v_SGC = self._keys_values(normed_SD, batch.positions_S)
+        states: list[torch.Tensor] = []
+        chain_k: list[torch.Tensor] = []
+        chain_v: list[torch.Tensor] = []
+        recycled = x_SD
+        for number, step in enumerate(batch.steps):
+            positions_N = batch.positions_S[step.rows_N] + number
+            if number == 0:
+                x_ND, normed_ND = x_SD[step.rows_N], normed_SD[step.rows_N]
+            else:
+                x_ND = self._combine(
+                    step.ids_N, recycled[step.parent_N], positions_N, embedding_VD
+                )
+                normed_ND = layer.input_layernorm(x_ND)
+                k_NGC, v_NGC = self._keys_values(normed_ND, positions_N)
+                chain_k = [k[step.parent_N] for k in chain_k] + [k_NGC]
+                chain_v = [v[step.parent_N] for v in chain_v] + [v_NGC]
+            q_NHC = self._rotate(self._heads(layer.self_attn.q_proj(normed_ND)), positions_N)
+            mixed_NHC = prefix_chain_attention(
+                q_NHC,
+                k_SGC,
+                v_SGC,
+                AttentionPlan(step.blocks, step.rows_N),
+                chain_k_NJGC=torch.stack(chain_k, 1) if chain_k else None,
+                chain_v_NJGC=torch.stack(chain_v, 1) if chain_v else None,
+            )
+            x_ND = x_ND + layer.self_attn.o_proj(mixed_NHC.flatten(1))
+            x_ND = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
+            normed_out = self.norm(x_ND)
+            states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
+            recycled = normed_out if self.spec.recycle == "post_norm" else x_ND
+        return tuple(states)
+
+    def export_tensors(self) -> dict[str, torch.Tensor]:
+        """Detached parameters under the names and shapes of ``spec.tensor_shapes()``."""
+        tensors = {name: p.detach() for name, p in self.named_parameters()}
+        check_head_tensors(self.spec, tensors, source="training head")
+        return tensors
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Strict inverse of :meth:`export_tensors`; casts to the parameters' dtype."""
+        check_head_tensors(self.spec, tensors, source="head tensors")
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(tensors[name])
+
+    def _combine(
+        self,
+        ids_N: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        embedding_VD: torch.Tensor,
+    ) -> torch.Tensor:
+        e_ND = F.embedding(ids_N, embedding_VD).to(hidden_ND.dtype)
+        if self.spec.first_embedding_mask:
+            e_ND = e_ND.masked_fill((positions_N == 0)[:, None], 0.0)
+        parts = [self.enorm(e_ND), self.hnorm(hidden_ND)]
+        if self.spec.concat == "hidden_embedding":
+            parts.reverse()
+        out: torch.Tensor = self.eh_proj(torch.cat(parts, dim=-1))
+        return out
+
+    def _keys_values(
+        self, normed_ND: torch.Tensor, positions_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attention = self.layers[0].self_attn
+        k_NGC = self._rotate(self._heads(attention.k_proj(normed_ND)), positions_N)
+        return k_NGC, self._heads(attention.v_proj(normed_ND))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0], -1, self.spec.head_dim)
+
+    def _rotate(self, x_NHC: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """Half-split rotary embedding; angles in fp32, applied in x's dtype (as transformers)."""
+        frequencies = inverse_frequencies(self.spec.rope, self.spec.head_dim)
+        positions = (positions_N + self.spec.position_offset).float()
+        angles = torch.outer(positions, frequencies.to(positions.device))[:, None]
+        cos, sin = angles.cos().to(x_NHC.dtype), angles.sin().to(x_NHC.dtype)
+        first, second = x_NHC.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
