@@ -1,8 +1,8 @@
 """Ragged causal attention for training: a per-sample prefix plus each row's own recycled chain.
 
 Recycled step k of row i sees what a step-wise decode with a K/V cache sees: the step-0 keys of
-its sample at positions ``<= i`` and the keys of its own steps ``1..k``, nobody else's. Samples never
-see each other. Scores exist for one block of query rows at a time and are recomputed in the
+its sample at positions ``<= i`` and the keys of its own steps ``1..k``, nobody else's. Samples
+never see each other. Scores exist for one block of query rows at a time and are recomputed in the
 backward pass, so memory stays linear in the rows.
 
 Shape legend: S packed key rows, N query rows, H query heads, G key/value heads, R = H/G, C head
@@ -64,7 +64,7 @@ def prefix_chain_attention(
     chain_v_NJGC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention over prefix and chain; ``[N, H, C]`` in q's dtype, differentiable."""
-    out: torch.Tensor = _PrefixChainAttention.apply(  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _PrefixChainAttention.apply(
         q_NHC, k_SGC, v_SGC, chain_k_NJGC, chain_v_NJGC, plan
     )
     return out
@@ -139,7 +139,7 @@ class _PrefixChainAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_scaled, k_SGC, v_SGC, chain_k, chain_v, out = ctx.saved_tensors
         groups, width = k_SGC.shape[1:]
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q_scaled, k_SGC, v_SGC))

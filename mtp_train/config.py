@@ -62,8 +62,9 @@ class LossConfig:
     sub_vocab_size: int = (
         0  # 0 = full vocabulary; else the n most frequent answer tokens, tail mass kept
     )
-    row_chunk: int = 512
-    vocab_chunk: int = 8192
+    tail_sample_size: int = 1024  # ids outside of the sub-vocabulary drawn for every step
+    row_chunk: int = 256  # rows whose logits exist at once
+    vocab_chunk: int = 0  # 0 = whole rows; else columns at once (less memory, logits made twice)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,15 @@ tail sample.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from mtp_train.config import LossConfig
+from mtp_train.packing import HeadBatch
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,11 @@ class SubVocabulary:
 
 @dataclass(frozen=True)
 class LossParts:
-    """Sums over active rows (fp32 scalars). ``total`` carries the gradient."""
+    """Sums over active rows (fp32 scalars), steps weighted by ``beta^k``.
+
+    Divide by :func:`loss_weight` summed over all ranks and micro-batches. ``total`` is the weighted
+    sum of the parts and carries the gradient.
+    """
 
     total: torch.Tensor
     hidden: torch.Tensor
@@ -77,6 +85,45 @@ class TailSampler:
         )
 
 
+def loss_weight(num_active: Sequence[int], *, step_decay: float) -> float:
+    """``sum_k beta^k * active pairs at step k``: what a sum of losses is divided by."""
+    return sum(step_decay**k * count for k, count in enumerate(num_active))
+
+
+def head_loss(
+    states: Sequence[torch.Tensor],
+    batch: HeadBatch,
+    lm_head_VD: torch.Tensor,
+    *,
+    config: LossConfig,
+    sub_vocab: SubVocabulary | None = None,
+) -> LossParts:
+    """Loss sums of one packed batch; ``states`` are the head's, one tensor per unroll step."""
+    pairs = list(zip(states, batch.steps, strict=True))
+    state_AD = torch.cat([state[step.active_A] for state, step in pairs])
+    target_AD = torch.cat([step.target_AD for _, step in pairs])
+    weight_A = torch.cat(
+        [
+            torch.full((step.active_A.numel(),), config.step_decay**k, device=state_AD.device)
+            for k, (_, step) in enumerate(pairs)
+        ]
+    )
+    lses = [step.target_lse_A for _, step in pairs if step.target_lse_A is not None]
+    hidden = smooth_l1_sum(state_AD, target_AD, weight_A)
+    logit = soft_cross_entropy_sum(
+        state_AD,
+        target_AD,
+        weight_A,
+        lm_head_VD,
+        row_chunk=config.row_chunk,
+        vocab_chunk=config.vocab_chunk,
+        target_lse_A=torch.cat(lses) if lses else None,
+        sub_vocab=sub_vocab,
+    )
+    total = config.hidden_weight * hidden + config.logit_weight * logit
+    return LossParts(total, hidden.detach(), logit.detach())
+
+
 def smooth_l1_sum(
     state_AD: torch.Tensor, target_AD: torch.Tensor, weight_A: torch.Tensor
 ) -> torch.Tensor:
@@ -101,12 +148,12 @@ def soft_cross_entropy_sum(
     Gradient flows to ``state_AD`` only. Logits are made in ``lm_head``'s dtype. ``vocab_chunk=0``
     keeps one chunk's whole logit rows (three products per row); otherwise memory is
     ``row_chunk * vocab_chunk`` and the logits are made twice. With ``sub_vocab`` the distributions
-    are over the kept ids and the rest, and ``target_lse_A`` (fp32, see :func:`target_log_normaliser`)
-    is required.
+    are over the kept ids and the rest, and ``target_lse_A`` (fp32, from
+    :func:`target_log_normaliser`) is required.
     """
     if sub_vocab is not None and target_lse_A is None:
         raise ValueError("sub_vocab: target_lse_A is required (the target's exact tail mass)")
-    loss: torch.Tensor = _SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _SoftCrossEntropy.apply(
         state_AD,
         target_AD.detach(),
         weight_A,
@@ -170,7 +217,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return (grad * grad_loss).to(grad.dtype), None, None, None, None, None, None, None
 
@@ -216,14 +263,21 @@ def _streamed_chunk(
     for piece in pieces:
         p, logits, q = flat[:, : len(h) * len(piece)].view(3, len(h), len(piece))
         torch.mm(g, piece.t(), out=logits)
-        torch.sub(logits, lse[:, None].to(logits.dtype), out=p).exp_()
+        _share_of_softmax(logits, lse, out=p)
         torch.mm(h, piece.t(), out=logits)
-        torch.sub(logits, state_lse[:, None].to(logits.dtype), out=q).exp_()
+        _share_of_softmax(logits, state_lse, out=q)
         q.sub_(p)
         loss_R += p.sum(-1, dtype=torch.float32) * state_lse
         loss_R -= p.mul_(logits).sum(-1, dtype=torch.float32)
         grad_RD += q @ piece
     return loss_R, grad_RD
+
+
+def _share_of_softmax(logits: torch.Tensor, lse: torch.Tensor, *, out: torch.Tensor) -> None:
+    """``exp(logits - lse)`` through a softmax, whose exponents stay in fp32 inside."""
+    torch.softmax(logits, -1, out=out)
+    share = (_log_normaliser(logits, out) - lse).exp()
+    out.mul_(share[:, None].to(out.dtype))
 
 
 def _sub_vocab_chunk(
@@ -233,7 +287,7 @@ def _sub_vocab_chunk(
     sub: SubVocabulary,
     scratch: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``-sum_kept p log q - p_rest log q_rest`` with ``q`` over kept ids and the weighted sample."""
+    """``-sum_kept p log q - p_rest log q_rest``; ``q`` is over kept ids and weighted sample."""
     kept = sub.num_kept
     flat = scratch.view(3, -1)
     shape = (len(h), kept)

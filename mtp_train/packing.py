@@ -5,8 +5,8 @@ Alignment: row i takes ``g_i`` and the embedding of ``t_{i+1}`` at position i; u
 ``i+2+k`` exists and its loss mask is true. Only rows that an active pair depends on become query
 rows; rows behind the last of them are dropped, because nobody attends to them.
 
-Shape legend: T tokens of one sample, S packed rows, N query rows of one step, A active rows, D model
-width, K unroll steps.
+Shape legend: T tokens of one sample, S packed rows, N query rows of one step, A active rows,
+D model width, K unroll steps.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HeadBatch:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rows of one sample: ``needed[k]`` starts computed at step k, ``active[k]`` starts with loss."""
+    """Starts of one sample: ``needed[k]`` are computed at step k, ``active[k]`` carry loss."""
 
     num_rows: int
     needed: tuple[np.ndarray, ...]
@@ -162,16 +162,16 @@ def pack(
         # only now: the parents of step k + 1 count rows before this sample
         num_queries = [n + len(rows) for n, rows in zip(num_queries, plan.needed, strict=True)]
     if not hidden:
-        return _idle_batch(samples[0], num_steps, with_lse=target_lse is not None)
+        return idle_batch(
+            samples[0].hidden.shape[1], num_steps=num_steps, with_lse=target_lse is not None
+        )
     steps = tuple(_join_step(column, tuple(cu_seqlens)) for column in columns)
     return HeadBatch(
         torch.cat(hidden), torch.cat(next_ids), torch.cat(positions), tuple(cu_seqlens), steps
     )
 
 
-def _join_step(
-    column: dict[str, list[torch.Tensor]], cu_seqlens: tuple[int, ...]
-) -> UnrollStep:
+def _join_step(column: dict[str, list[torch.Tensor]], cu_seqlens: tuple[int, ...]) -> UnrollStep:
     joined = {name: torch.cat(parts) for name, parts in column.items() if parts}
     return UnrollStep(
         rows_N=joined["rows_N"],
@@ -185,20 +185,17 @@ def _join_step(
     )
 
 
-def _idle_batch(sample: Sample, num_steps: int, *, with_lse: bool) -> HeadBatch:
-    """One row at position 0, no loss anywhere."""
+def idle_batch(hidden_size: int, *, num_steps: int, with_lse: bool = False) -> HeadBatch:
+    """One row at position 0, no loss anywhere: what a rank steps with that has nothing to do."""
     none = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
-    width = sample.hidden.shape[1]
     lse = torch.empty(0) if with_lse else None
     idle_block = (QueryBlock(0, 1, 0, 1),)
     steps = tuple(
-        UnrollStep(
-            zero, zero, zero, none, none, sample.hidden.new_empty(0, width), idle_block, lse
-        )
+        UnrollStep(zero, zero, zero, none, none, torch.empty(0, hidden_size), idle_block, lse)
         for _ in range(num_steps)
     )
-    return HeadBatch(sample.hidden.new_zeros(1, width), zero, zero, (0, 1), steps)
+    return HeadBatch(torch.zeros(1, hidden_size), zero, zero, (0, 1), steps)
 
 
 def plan_epoch(

@@ -1,4 +1,4 @@
-"""Differentiable heads, one file per kind, and the registry that builds them from a ``HeadSpec``."""
+"""Differentiable heads, one file per kind, and the registry that builds them from a spec."""
 
 from __future__ import annotations
 

@@ -65,9 +65,7 @@ def initialise(
             continue
         std = initializer_range
         values = torch.empty(shape)
-        torch.nn.init.trunc_normal_(
-            values, std=std, a=-3 * std, b=3 * std, generator=generator
-        )
+        torch.nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
         tensors[name] = values
     if method == "last_layer":
         _copy_last_layer(spec, tensors, num_target_layers, read_target)

@@ -1,7 +1,8 @@
 """The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
 
-``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer -> final norm. Embedding and lm_head are
-the target's, frozen, and stay outside of this module. Parameter names are the spec's tensor names.
+``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer -> final norm. Embedding and lm_head
+are the target's, frozen, and stay outside of this module. Parameter names are the spec's tensor
+names.
 
 Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
 width, D model width, V vocabulary.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,7 @@ class RMSNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """The four projections; rotation and softmax happen in :class:`MtpHead`."""
+    """The four projections. Rotation and softmax happen in :class:`MtpHead`."""
 
     def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class MtpHead(nn.Module):
 
     def forward(self, batch: HeadBatch, embedding_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states."""
-        layer = self.layers[0]
+        layer = self._layer
         x_SD = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         normed_SD = layer.input_layernorm(x_SD)
         k_SGC, v_SGC = self._keys_values(normed_SD, batch.positions_S)
@@ -131,9 +133,7 @@ class MtpHead(nn.Module):
             if number == 0:
                 x_ND, normed_ND = x_SD[step.rows_N], normed_SD[step.rows_N]
             else:
-                x_ND = self._combine(
-                    step.ids_N, recycled[step.parent_N], positions_N, embedding_VD
-                )
+                x_ND = self._combine(step.ids_N, recycled[step.parent_N], positions_N, embedding_VD)
                 normed_ND = layer.input_layernorm(x_ND)
                 k_NGC, v_NGC = self._keys_values(normed_ND, positions_N)
                 chain_k = [k[step.parent_N] for k in chain_k] + [k_NGC]
@@ -153,6 +153,10 @@ class MtpHead(nn.Module):
             states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
             recycled = normed_out if self.spec.recycle == "post_norm" else x_ND
         return tuple(states)
+
+    @property
+    def _layer(self) -> _DecoderLayer:
+        return cast(_DecoderLayer, self.layers[0])
 
     def export_tensors(self) -> dict[str, torch.Tensor]:
         """Detached parameters under the names and shapes of ``spec.tensor_shapes()``."""
@@ -186,12 +190,12 @@ class MtpHead(nn.Module):
     def _keys_values(
         self, normed_ND: torch.Tensor, positions_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self.layers[0].self_attn
+        attention = self._layer.self_attn
         k_NGC = self._rotate(self._heads(attention.k_proj(normed_ND)), positions_N)
         return k_NGC, self._heads(attention.v_proj(normed_ND))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], -1, self.spec.head_dim)
+        return x.view(x.shape[0], x.shape[1] // self.spec.head_dim, self.spec.head_dim)
 
     def _rotate(self, x_NHC: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
         """Half-split rotary embedding; angles in fp32, applied in x's dtype (as transformers)."""

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from mtp_train.heads import build_training_head
+from mtp_train.heads.init import initialise
+from mtp_train.heads.mtp import inverse_frequencies
+from mtp_train.packing import pack
+from runtime.head_spec import NormPlacement, RopeSpec
+from tests.unit.trainer.reference import (
+    StepwiseHead,
+    random_embedding,
+    random_head,
+    random_sample,
+    tiny_spec,
+)
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+SPECS = {
+    "default": {},
+    "hidden first, pre-norm recycle": {"concat": "hidden_embedding", "recycle": "pre_norm"},
+    "pre-norm logits": {"logits_from": "pre_norm"},
+    "one plus w": {"norm_form": "1+w"},
+    "no first-embedding mask": {"first_embedding_mask": False},
+    "norm-free": {
+        "norms": NormPlacement(enorm=False, hnorm=False, input=False, final=False),
+    },
+}
+
+
+@pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS.keys())
+def test_packed_unroll_equals_stepwise_decode_with_a_cache(changes):
+    spec = tiny_spec(**changes)
+    head, embedding = random_head(spec), random_embedding(spec)
+    samples = [random_sample(spec, n, seed=n) for n in (9, 2, 14)]
+    batch = pack(samples, num_steps=3, every_row=True)
+    states = head(batch, embedding)
+    reference = StepwiseHead(spec, head.export_tensors(), embedding)
+    compared = 0
+    borders = batch.cu_seqlens
+    for start_row, sample in zip(borders, samples, strict=False):
+        for i in range(len(sample.input_ids) - 1):
+            num_steps = min(3, len(sample.input_ids) - 1 - i)
+            for k, expected in enumerate(reference.unroll(sample, i, num_steps)):
+                index = (batch.steps[k].rows_N == start_row + i).nonzero().item()
+                torch.testing.assert_close(states[k][index], expected, rtol=1e-5, atol=1e-5)
+                compared += 1
+    assert compared == sum(step.rows_N.numel() for step in batch.steps)
+
+
+def test_only_needed_rows_give_the_same_states_as_all_rows():
+    spec = tiny_spec()
+    head, embedding = random_head(spec), random_embedding(spec)
+    samples = [random_sample(spec, 40, seed=1, mask="spans"), random_sample(spec, 90, seed=2)]
+    sparse, full = (pack(samples, num_steps=3, every_row=every) for every in (False, True))
+    sparse_states, full_states = head(sparse, embedding), head(full, embedding)
+    for k in range(3):
+        s, f = sparse.steps[k], full.steps[k]
+        assert s.active_A.numel() == f.active_A.numel() > 0
+        torch.testing.assert_close(
+            sparse_states[k][s.active_A], full_states[k][f.active_A], rtol=1e-5, atol=1e-5
+        )
+        assert torch.equal(s.target_AD, f.target_AD)
+        assert torch.equal(s.labels_A, f.labels_A)
+    assert sparse.steps[0].rows_N.numel() < full.steps[0].rows_N.numel()
+
+
+def test_gradients_of_the_unroll_equal_those_of_plain_autograd():
+    spec = tiny_spec()
+    head, embedding = random_head(spec), random_embedding(spec)
+    sample = random_sample(spec, 11, seed=5)
+    batch = pack([sample], num_steps=3, every_row=True)
+    weights = [torch.randn(s.rows_N.numel(), spec.hidden_size) for s in batch.steps]
+    loss = sum((s * w).sum() for s, w in zip(head(batch, embedding), weights, strict=True))
+    names = [n for n, _ in head.named_parameters()]
+    ours = torch.autograd.grad(loss, list(head.parameters()))
+    tensors = {n: p.detach().clone().requires_grad_() for n, p in head.named_parameters()}
+    reference = StepwiseHead(spec, tensors, embedding)
+    expected = 0.0
+    for i in range(10):
+        for k, state in enumerate(reference.unroll(sample, i, min(3, 10 - i))):
+            expected = expected + (state * weights[k][i]).sum()
+    grads = torch.autograd.grad(expected, [tensors[n] for n in names])
+    for name, a, b in zip(names, ours, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_changing_a_token_or_a_state_leaves_earlier_outputs_alone(num_steps):
+    spec = tiny_spec()
+    head, embedding = random_head(spec), random_embedding(spec)
+    samples = [random_sample(spec, n, seed=n) for n in (12, 15)]
+    changed_at = 7
+    ids, hidden = samples[0].input_ids.clone(), samples[0].hidden.clone()
+    ids[changed_at] = (ids[changed_at] + 1) % spec.vocab_size
+    hidden[changed_at] += 1.0
+    other = [
+        dataclasses.replace(samples[0], input_ids=ids),
+        dataclasses.replace(samples[0], hidden=hidden),
+    ]
+    batch = pack(samples, num_steps=num_steps, every_row=True)
+    before = head(batch, embedding)
+    for variant, first_row_seen in zip(other, (changed_at - 1, changed_at), strict=True):
+        after = head(pack([variant, samples[1]], num_steps=num_steps, every_row=True), embedding)
+        for k, step in enumerate(batch.steps):
+            # A changed token enters row i of step k when i + 1 + k reaches it, a state when i does.
+            reach = first_row_seen - (k if variant is other[0] else 0)
+            rows = step.rows_N
+            is_first = rows < batch.cu_seqlens[1]
+            untouched = ~is_first | (rows < reach)
+            assert torch.equal(before[k][untouched], after[k][untouched])
+            seen = is_first & (rows == reach)
+            assert not torch.equal(before[k][seen], after[k][seen])
+
+
+def test_first_embedding_is_masked_in_every_sample_of_a_pack():
+    spec = tiny_spec()
+    head, embedding = random_head(spec), random_embedding(spec)
+    samples = [random_sample(spec, n, seed=n) for n in (6, 6)]
+    changed = []
+    for sample in samples:
+        ids = sample.input_ids.clone()
+        ids[1] = (ids[1] + 1) % spec.vocab_size  # the token whose embedding row 0 takes
+        changed.append(dataclasses.replace(sample, input_ids=ids))
+    a = head(pack(samples, every_row=True), embedding)[0]
+    b = head(pack(changed, every_row=True), embedding)[0]
+    assert torch.equal(a, b)
+
+
+def test_step_zero_equals_the_decoder_layer_of_transformers():
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=1,
+        vocab_size=61,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters=LLAMA3,
+    )
+    model = LlamaForCausalLM(config).eval().model
+    rope = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)
+    spec = tiny_spec(rope=rope)
+    head, embedding = random_head(spec), random_embedding(spec)
+    head.layers[0].load_state_dict(model.layers[0].state_dict())
+    head.norm.load_state_dict(model.norm.state_dict())
+    sample = random_sample(spec, 300, seed=3)
+    ours = head(pack([sample], every_row=True), embedding)[0]
+    e = embedding[sample.input_ids[1:]].clone()
+    e[0] = 0
+    joined = torch.cat((head.enorm(e), head.hnorm(sample.hidden[:-1])), dim=-1)
+    theirs = model(inputs_embeds=head.eh_proj(joined)[None]).last_hidden_state[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rope"),
+    [
+        ({"rope_type": "default", "rope_theta": 100000.0}, RopeSpec(100000.0)),
+        (LLAMA3, RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)),
+    ],
+)
+def test_rotary_frequencies_equal_those_of_transformers(parameters, rope):
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        rope_parameters=parameters,
+    )
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    torch.testing.assert_close(inverse_frequencies(rope, 64), theirs, rtol=0, atol=0)
+
+
+def test_exported_tensors_are_those_of_the_spec_and_load_again():
+    spec = tiny_spec()
+    head = random_head(spec)
+    tensors = head.export_tensors()
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == spec.tensor_shapes()
+    other = build_training_head(spec, dtype=torch.float32)
+    other.load_tensors(tensors)
+    assert all(torch.equal(t, tensors[n]) for n, t in other.export_tensors().items())
+    del tensors["norm.weight"]
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        other.load_tensors(tensors)
+
+
+def _fresh(spec, method, read_target=lambda name: torch.empty(0)):
+    return initialise(
+        spec,
+        method=method,
+        seed=3,
+        initializer_range=0.05,
+        num_target_layers=4,
+        read_target=read_target,
+    )
+
+
+def test_random_start_has_the_targets_spread_and_depends_on_the_seed_alone():
+    spec = tiny_spec(hidden_size=128, head_dim=32, intermediate_size=256)
+    tensors = _fresh(spec, "random")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        else:
+            assert tensor.std().item() == pytest.approx(0.05 * 0.9866, rel=0.03), name
+            assert tensor.abs().max() <= 0.15
+    assert all(torch.equal(t, tensors[n]) for n, t in _fresh(spec, "random").items())
+
+
+@pytest.mark.parametrize("concat", ["embedding_hidden", "hidden_embedding"])
+def test_last_layer_start_runs_the_targets_last_layer_on_the_hidden_state(concat):
+    spec = tiny_spec(concat=concat, norms=NormPlacement(enorm=False, hnorm=False))
+    source = random_head(spec, seed=9).export_tensors()
+    asked = []
+
+    def read_target(name):
+        asked.append(name)
+        if name == "model.norm.weight":
+            return source["norm.weight"].bfloat16()
+        return source[name.replace("model.layers.3.", "layers.0.")].bfloat16()
+
+    tensors = _fresh(spec, "last_layer", read_target)
+    assert "model.layers.3.mlp.down_proj.weight" in asked
+    for name, tensor in tensors.items():
+        if name != "eh_proj.weight":
+            assert torch.equal(tensor, source[name].bfloat16().float()), name
+    head = build_training_head(spec, dtype=torch.float32)
+    head.load_tensors(tensors)
+    e, h = torch.randn(5, 32), torch.randn(5, 32)
+    parts = (e, h) if concat == "embedding_hidden" else (h, e)
+    assert torch.equal(head.eh_proj(torch.cat(parts, dim=-1)), h)
