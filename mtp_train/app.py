@@ -1,0 +1,173 @@
+"""One command = one Hydra app: compose, validate, then run a stage on the frozen configuration.
+
+Exit codes: 0 done; 1 the stage refused (bad input found on the way, a rung failed); 2 the
+configuration is wrong; 130 interrupted. The first two of these show one message, and keep the
+traceback in the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mtp_train.config import Config
+from mtp_train.settings import ConfigError, known_keys, load_config, unknown_key_message
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
+Stage = Callable[[Config], int]
+
+
+def run_command(command: str, stage: Stage) -> NoReturn:
+    """Run ``stage`` as the Hydra app ``conf/mtp_<command>.yaml`` on ``sys.argv``; never returns.
+
+    ``stage`` takes the validated configuration and returns an exit code. It runs once, or once
+    per combination of a sweep (``--multirun``); a sweep goes on after a failing member and
+    returns the highest code.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    swept = _swept_keys(sys.argv[1:])
+    codes: list[int] = []
+
+    def job(raw: DictConfig) -> None:
+        config = _validated(raw, swept)
+        codes.append(_run_stage(config, stage, in_sweep=bool(swept)))
+
+    app = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=f"mtp_{command}")
+    try:
+        with _errors_reach_us():
+            app(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        refuse(_explain(error))
+    sys.exit(max(codes, default=0))
+
+
+def refuse(message: str, *, code: int = 2) -> NoReturn:
+    """Print one message (on the first rank only) and exit."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"mtp: {message}\n")
+    sys.exit(code)
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as YAML that ``--config-dir``/overrides can give back."""
+    import yaml
+
+    from mtp_train.events import to_jsonable
+
+    values = to_jsonable(config)
+    values["data"]["chat_template_kwargs"] = dict(values["data"]["chat_template_kwargs"])
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _validated(raw: DictConfig, swept: frozenset[str]) -> Config:
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(raw, resolve=True)
+    try:
+        config = load_config(values)
+    except ConfigError as error:
+        refuse(str(error))
+    if swept and "run.name" not in swept:
+        config = replace(config, run=replace(config.run, name=_sweep_name(config, raw, swept)))
+    return config
+
+
+def _run_stage(config: Config, stage: Stage, *, in_sweep: bool) -> int:
+    from mtp_train.run_dir import RunDirectory
+
+    try:
+        return stage(config)
+    except KeyboardInterrupt:
+        refuse("interrupted; the same command goes on from here", code=130)
+    except ValueError as error:
+        log = RunDirectory.from_config(config).error_file
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc())
+        message = f"{error} (details: {log})"
+        if not in_sweep:
+            refuse(message, code=1)
+        sys.stderr.write(f"mtp: {config.run.name}: {message}\n")
+        return 1
+
+
+def _sweep_name(config: Config, raw: DictConfig, swept: frozenset[str]) -> str:
+    """Each member of a sweep needs its own run; the name says what is different about it."""
+    from omegaconf import OmegaConf
+
+    parts = []
+    for key in sorted(swept):
+        if key == "run.root" or key.startswith("hydra."):
+            continue
+        value = OmegaConf.select(raw, key)
+        if OmegaConf.is_dict(value):  # a group was swept: its options differ in content, not name
+            value = _group_choice(key)
+        elif OmegaConf.is_list(value):
+            value = "+".join(map(str, value))
+        parts.append(f"{key.rpartition('.')[2]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', str(value))}")
+    return "-".join([config.run.name, *parts])
+
+
+def _group_choice(group: str) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    return str(HydraConfig.get().runtime.choices[group])
+
+
+def _swept_keys(arguments: list[str]) -> frozenset[str]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if not {"-m", "--multirun"} & set(arguments):
+        return frozenset()
+    parser = OverridesParser.create()
+    keys = set()
+    for argument in arguments:
+        if argument.startswith("-"):
+            continue
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:
+            continue  # the value of an option, or something that Hydra itself will refuse
+        if override.is_sweep_override():
+            keys.add(override.key_or_group)
+    return frozenset(keys)
+
+
+@contextmanager
+def _errors_reach_us() -> Iterator[None]:
+    """Hydra prints composition errors its own way unless this variable is set; then it raises."""
+    name = "HYDRA_FULL_ERROR"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def _explain(error: BaseException) -> str:
+    """Hydra's complaint in our words where the user mistyped a key, else Hydra's own."""
+    text = str(error).partition("\nConfig search path:")[0].strip()
+    unknown = re.match(r"Could not override '([^']+)'\.\s+(?:To append|No match)", text)
+    if not unknown:
+        return text
+    key = unknown.group(1)
+    if key in known_keys():  # a mapping with free keys is closed to Hydra
+        return f"{key}: add entries one by one, as in +{key}.name=value"
+    return unknown_key_message(key)

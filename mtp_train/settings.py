@@ -1,0 +1,365 @@
+"""Plain YAML values into the frozen dataclasses of :mod:`mtp_train.config`, strictly.
+
+Everything a user can get wrong before work begins is found here: unknown keys, wrong types, values
+out of range, settings that exclude each other. Each is one :class:`ConfigError` that names the
+field, the value and what is allowed. Imports nothing heavy, so that a typo costs no waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_train.config import Config
+
+MISSING = "???"  # OmegaConf's mark of a value that the user has to give
+
+Number = int | float
+Rule = tuple[tuple[str, ...], Callable[[Number], bool], str]
+
+_RULES: tuple[Rule, ...] = (
+    (
+        (
+            "features.shard_tokens",
+            "features.max_batch_tokens",
+            "features.p0_samples_per_shard",
+            "loss.num_unroll_steps",
+            "loss.row_chunk",
+            "trainer.tokens_per_step",
+            "trainer.gradient_accumulation",
+            "trainer.epochs",
+            "trainer.checkpoint_every",
+            "trainer.keep_last",
+            "trainer.log_every",
+            "trainer.max_nonfinite_run",
+            "validate.k",
+            "validate.num_prompts",
+            "validate.max_tokens",
+            "validate.min_drafts",
+        ),
+        lambda value: value >= 1,
+        "must be at least 1",
+    ),
+    (
+        (
+            "seed",
+            "loss.hidden_weight",
+            "loss.logit_weight",
+            "loss.sub_vocab_size",
+            "loss.tail_sample_size",
+            "loss.vocab_chunk",
+            "trainer.max_steps",
+            "trainer.validate_every",
+            "trainer.weight_decay",
+            "validate.temperature",
+        ),
+        lambda value: value >= 0,
+        "must not be negative",
+    ),
+    (
+        (
+            "loss.step_decay",
+            "trainer.learning_rate",
+            "trainer.clip_norm",
+            "features.p0_max_logprob_gap",
+            "features.p0_max_kl",
+        ),
+        lambda value: value > 0,
+        "must be greater than 0",
+    ),
+    (
+        (
+            "trainer.warmup_share",
+            "trainer.decay_share",
+            "trainer.min_lr_share",
+            "features.max_nonfinite_share",
+            "features.min_free_disk_share",
+        ),
+        lambda value: 0 <= value < 1,
+        "must be a share: 0 <= value < 1",
+    ),
+)
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is meant for the user as it is."""
+
+
+def load_config(raw: Mapping[str, Any]) -> Config:
+    """Validate nested plain values into a :class:`Config`.
+
+    Raises :class:`ConfigError` for the first thing that is wrong.
+    """
+    try:
+        config: Config = _build(Config, raw, "")
+    except ConfigError:
+        raise
+    except ValueError as error:  # a dataclass's own checks
+        raise ConfigError(str(error)) from error
+    check_config(config)
+    return config
+
+
+def check_config(config: Config) -> None:
+    """Ranges, and the combinations that cannot work. Raises :class:`ConfigError`.
+
+    The sections `data` and `runtime` check themselves when they are built.
+    """
+    for paths, is_allowed, text in _RULES:
+        for path in paths:
+            value = get_field(config, path)
+            if not is_allowed(value):
+                raise ConfigError(f"{path}={value}: {text}")
+    for check in _COMBINATIONS:
+        check(config)
+
+
+def get_field(config: Config, path: str) -> Any:
+    """The value at a dotted path such as ``data.regenerate.top_p``."""
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def known_keys(cls: type[Any] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the configuration, sections included, in declaration order."""
+    keys: list[str] = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        keys.append(prefix + field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            section = typing.cast(type[Any], hints[field.name])
+            keys += known_keys(section, f"{prefix}{field.name}.")
+    return keys
+
+
+def unknown_key_message(key: str) -> str:
+    """``key: unknown key; did you mean …?`` with the closest known keys, or the section's keys."""
+    section, _, last = key.rpartition(".")
+    siblings = [k.rpartition(".")[2] for k in known_keys() if k.rpartition(".")[0] == section]
+    close = [f"{section}.{name}".strip(".") for name in difflib.get_close_matches(last, siblings)]
+    if not close:  # right name in the wrong section, or a misspelt section
+        same_name = [k for k in known_keys() if k.rpartition(".")[2] == last]
+        close = same_name[:3] or difflib.get_close_matches(key, known_keys(), cutoff=0.8)
+    if close:
+        return f"{key}: unknown key; did you mean {_join_or(close)}?"
+    return f"{key}: unknown key; {section or 'the configuration'} has {', '.join(siblings)}"
+
+
+def _build(cls: type[Any], raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}={raw!r}: expected a section with keys, got {_kind(raw)}")
+    hints = typing.get_type_hints(cls)
+    prefix = f"{where}." if where else ""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in raw:
+        if key not in fields:
+            raise ConfigError(unknown_key_message(f"{prefix}{key}"))
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        path = prefix + name
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if name not in raw and required and dataclasses.is_dataclass(hints[name]):
+            values[name] = _build(typing.cast(type[Any], hints[name]), {}, path)
+        elif raw.get(name) == MISSING or (name not in raw and required):
+            raise ConfigError(f"{path}: not set; give it a value, as in {path}={_example(path)}")
+        elif name in raw:
+            values[name] = _convert(hints[name], raw[name], path)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type[Any], hint), value, where)
+    if origin is Literal:
+        return _convert_choice(args, value, where)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, where)
+    if origin is tuple:
+        return _convert_tuple(args, value, where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is str and type(value) is int:  # run.name=7
+        return str(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where}={value!r}: expected {_KINDS[hint]}, got {_kind(value)}")
+    return value
+
+
+def _convert_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    allowed = ", ".join(map(str, choices))
+    close = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError(f"{where}={value}: allowed are {allowed}{hint}")
+
+
+def _convert_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    pairs = args[-1] is Ellipsis and typing.get_origin(args[0]) is tuple
+    if isinstance(value, Mapping) and pairs:
+        value = [
+            [key, item if isinstance(item, str) else json.dumps(item)]
+            for key, item in value.items()
+        ]
+    if not isinstance(value, list | tuple):
+        expected = "a mapping" if pairs else "a list"
+        example = f"{where}={{a: b}}" if pairs else f"{where}=[{value}]"
+        raise ConfigError(
+            f"{where}={value!r}: expected {expected}, got {_kind(value)}; write {example}"
+        )
+    if args[-1] is Ellipsis:
+        hints: Iterable[Any] = [args[0]] * len(value)
+    elif len(value) != len(args):
+        raise ConfigError(f"{where}={list(value)}: expected {len(args)} values, got {len(value)}")
+    else:
+        hints = args
+    return tuple(_convert(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value)))  # noqa: B905
+
+
+_KINDS: Mapping[Any, str] = types.MappingProxyType(
+    {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        list: "a list",
+        tuple: "a list",
+        dict: "a section with keys",
+        type(None): "null",
+    }
+)
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def _example(path: str) -> str:
+    examples = {
+        "run.name": "my-head",
+        "target.path": "/models/my-llama",
+        "data.sources": "[my.jsonl]",
+    }
+    return examples.get(path, "...")
+
+
+def _join_or(names: list[str]) -> str:
+    return " or ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _check_run_name(config: Config) -> None:
+    if not _RUN_NAME.fullmatch(config.run.name):
+        raise ConfigError(
+            f"run.name={config.run.name!r}: must be one plain folder name "
+            "(letters, digits and . _ - = + , and not starting with a dot)"
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    measured = sorted(set(data.sources) & set(config.validate.sets))
+    if measured:
+        raise ConfigError(
+            f"data.sources contains {', '.join(measured)}, on which validate.sets measures: a head "
+            "must not be trained on its own final evaluation; change one of the two"
+        )
+
+
+def _check_regeneration(config: Config) -> None:
+    regenerate = config.data.regenerate
+    if regenerate.capture_features and config.features.source != "runtime":
+        raise ConfigError(
+            f"features.source={config.features.source} with data.regenerate.capture_features=true: "
+            "captured features always come from the runtime; set features.source=runtime"
+        )
+    if regenerate.enabled and config.data.format == "tokenized":
+        raise ConfigError(
+            "data.format=tokenized with data.regenerate.enabled=true: tokenised rows have no turns "
+            "that could be answered again"
+        )
+    if regenerate.enabled and regenerate.max_tokens >= config.runtime.max_model_len:
+        raise ConfigError(
+            f"data.regenerate.max_tokens={regenerate.max_tokens}: prompt and answer must fit into "
+            f"runtime.max_model_len={config.runtime.max_model_len}"
+        )
+
+
+def _check_loss(config: Config) -> None:
+    if config.loss.hidden_weight == 0 and config.loss.logit_weight == 0:
+        raise ConfigError("loss.hidden_weight=0 with loss.logit_weight=0: nothing to train on")
+
+
+def _check_trainer(config: Config) -> None:
+    trainer = config.trainer
+    if not all(0 <= beta < 1 for beta in trainer.betas):
+        raise ConfigError(f"trainer.betas={list(trainer.betas)}: each must be in [0, 1)")
+    if trainer.schedule == "wsd" and trainer.warmup_share + trainer.decay_share > 1:
+        raise ConfigError(
+            f"trainer.warmup_share={trainer.warmup_share} with trainer.decay_share="
+            f"{trainer.decay_share}: together they exceed the whole run"
+        )
+    if trainer.dtype == "bfloat16" and config.deepspeed.zero_stage == 0:
+        raise ConfigError(
+            "trainer.dtype=bfloat16 with deepspeed.zero_stage=0: bf16 training needs the fp32 "
+            "gradients of stage 1 or above; set deepspeed.zero_stage=1 or trainer.dtype=float32"
+        )
+
+
+def _check_validation(config: Config) -> None:
+    validate, runtime = config.validate, config.runtime
+    if not validate.rungs:
+        raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5")
+    for rung in validate.rungs:
+        if rung not in ("P0", "P1", "P2", "P3", "P4", "P5"):
+            raise ConfigError(f"validate.rungs: {rung} is unknown; allowed are P0 to P5")
+    rows = runtime.max_running * (validate.k + 1)
+    if runtime.max_batch_tokens < rows:
+        raise ConfigError(
+            f"validate.k={validate.k} with runtime.max_running={runtime.max_running}: one "
+            f"verification step has {rows} rows, more than runtime.max_batch_tokens="
+            f"{runtime.max_batch_tokens}; raise that or lower one of the two"
+        )
+    if validate.max_tokens >= runtime.max_model_len:
+        raise ConfigError(
+            f"validate.max_tokens={validate.max_tokens}: prompt and answer must fit into "
+            f"runtime.max_model_len={runtime.max_model_len}"
+        )
+    if validate.temperature > 0 and runtime.verify == "greedy":
+        raise ConfigError(
+            f"validate.temperature={validate.temperature} with runtime.verify=greedy: greedy "
+            "verification is exact at temperature 0 only; use runtime.verify=keyed or rejection"
+        )
+
+
+def _check_files(config: Config) -> None:
+    template = config.data.chat_template
+    if template and not Path(template).is_file():
+        raise ConfigError(f"data.chat_template={template}: no such file")
+    if config.data.path and not Path(config.data.path).is_dir():
+        raise ConfigError(f"data.path={config.data.path}: no such directory")
+
+
+_COMBINATIONS: tuple[Callable[[Config], None], ...] = (
+    _check_run_name,
+    _check_data,
+    _check_regeneration,
+    _check_loss,
+    _check_trainer,
+    _check_validation,
+    _check_files,
+)

@@ -1,0 +1,221 @@
+"""Plain values into the frozen configuration: what is accepted, and what each refusal says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mtp_train import settings
+from mtp_train.app import CONF_DIR, dump_config
+from mtp_train.config import Config
+from mtp_train.settings import ConfigError, get_field, known_keys, load_config
+
+MINIMAL: dict[str, Any] = {
+    "run": {"name": "mine"},
+    "target": {"path": "/models/llama"},
+    "data": {"sources": ["my.jsonl"]},
+}
+
+
+def _with(*changes: tuple[str, Any]) -> dict[str, Any]:
+    raw = copy.deepcopy(MINIMAL)
+    for path, value in changes:
+        *sections, last = path.split(".")
+        node = raw
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return raw
+
+
+def test_missing_keys_take_the_dataclass_defaults() -> None:
+    config = load_config(MINIMAL)
+    assert config.trainer == Config.__dataclass_fields__["trainer"].default
+    assert config.data.sources == ("my.jsonl",)
+
+
+def test_values_get_the_declared_types() -> None:
+    config = load_config(
+        _with(
+            ("trainer.learning_rate", 1),
+            ("trainer.betas", [0.8, 0.9]),
+            ("deepspeed.zero_stage", 2),
+            ("run.name", 7),
+            ("data.chat_template_kwargs", {"enable_thinking": False}),
+        )
+    )
+    assert type(config.trainer.learning_rate) is float
+    assert config.trainer.betas == (0.8, 0.9)
+    assert config.deepspeed.zero_stage == 2
+    assert config.run.name == "7"
+    assert config.data.chat_template_kwargs == (("enable_thinking", "false"),)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("trainer.epoch", 3, r"^trainer\.epoch: unknown key; did you mean trainer\.epochs\?$"),
+        ("trainr", {}, r"^trainr: unknown key; did you mean trainer\?$"),
+        ("loss.learning_rate", 1.0, r"did you mean trainer\.learning_rate\?$"),
+        ("run.zzz", 1, r"^run\.zzz: unknown key; run has name, root$"),
+        ("data.regenerate.temprature", 1.0, r"did you mean data\.regenerate\.temperature\?$"),
+        ("trainer.epochs", 1.5, r"^trainer\.epochs=1\.5: expected a whole number, got a number$"),
+        ("trainer.epochs", "two", r"expected a whole number, got text$"),
+        ("trainer.epochs", True, r"expected a whole number, got true or false$"),
+        ("trainer.tensorboard", 1, r"expected true or false, got a whole number$"),
+        ("trainer.learning_rate", None, r"expected a number, got null$"),
+        ("trainer", 3, r"^trainer=3: expected a section with keys"),
+        ("data.sources", "my.jsonl", r"expected a list, got text; write data\.sources=\[my\.jsonl"),
+        ("data.sources", ["a", 1.5], r"^data\.sources\[1\]=1\.5: expected text"),
+        ("trainer.betas", [0.9], r"expected 2 values, got 1$"),
+        ("trainer.schedule", "lineer", r"allowed are linear, cosine, wsd; did you mean linear\?$"),
+        ("deepspeed.zero_stage", 4, r"^deepspeed\.zero_stage=4: allowed are 0, 1, 2, 3"),
+        ("run.name", "???", r"^run\.name: not set; give it a value, as in run\.name="),
+        ("run.name", "../up", r"one plain folder name"),
+        ("run.name", ".hidden", r"one plain folder name"),
+        ("loss.num_unroll_steps", 0, r"^loss\.num_unroll_steps=0: must be at least 1$"),
+        ("trainer.weight_decay", -0.1, r"must not be negative$"),
+        ("trainer.clip_norm", 0.0, r"must be greater than 0$"),
+        ("runtime.page_size", 0, r"^runtime\.page_size=0: must be at least 1$"),
+        ("data.path", "/no/such/set", r"^data\.path=/no/such/set: no such directory$"),
+        ("data.chat_template", "/no/template.jinja", r"no such file$"),
+        ("validate.rungs", ["P2", "P9"], r"P9 is unknown; allowed are P0 to P5$"),
+        ("validate.rungs", [], r"name at least one"),
+        ("validate.k", 64, r"one verification step has 1040 rows"),
+        ("validate.max_tokens", 2048, r"must fit into runtime\.max_model_len=2048$"),
+        ("trainer.warmup_share", 1.0, r"must be a share"),
+        ("trainer.betas", [0.9, 1.0], r"each must be in \[0, 1\)$"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(_with((path, value)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {
+                "data.regenerate.enabled": True,
+                "data.regenerate.capture_features": True,
+                "features.source": "huggingface",
+            },
+            r"features\.source=huggingface with data\.regenerate\.capture_features=true",
+        ),
+        (
+            {"data.regenerate.enabled": True, "data.format": "tokenized"},
+            r"data\.format=tokenized with data\.regenerate\.enabled=true",
+        ),
+        (
+            {"data.regenerate.enabled": True, "data.regenerate.max_tokens": 2048},
+            r"must fit into runtime\.max_model_len=2048",
+        ),
+        ({"loss.hidden_weight": 0.0, "loss.logit_weight": 0.0}, "nothing to train on"),
+        (
+            {"trainer.dtype": "bfloat16", "deepspeed.zero_stage": 0},
+            r"trainer\.dtype=bfloat16 with deepspeed\.zero_stage=0",
+        ),
+        (
+            {
+                "trainer.schedule": "wsd",
+                "trainer.warmup_share": 0.5,
+                "trainer.decay_share": 0.6,
+            },
+            "exceed the whole run",
+        ),
+        (
+            {"data.sources": ["sharegpt", "mtbench"]},
+            r"data\.sources contains mtbench, on which validate\.sets measures",
+        ),
+        (
+            {"validate.temperature": 0.7, "runtime.verify": "greedy"},
+            r"exact at temperature 0 only",
+        ),
+        (
+            {"runtime.draft_mode": "sampled", "runtime.verify": "keyed"},
+            r"runtime\.draft_mode=sampled with runtime\.verify=keyed",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    load_config(_with())
+    with pytest.raises(ConfigError, match=message):
+        load_config(_with(*changes.items()))
+
+
+def test_every_numeric_rule_names_a_key_that_exists() -> None:
+    config = load_config(MINIMAL)
+    for paths, is_allowed, _ in settings._RULES:
+        for path in paths:
+            assert is_allowed(get_field(config, path)), f"{path}: its default breaks its own rule"
+
+
+def test_every_numeric_key_has_a_rule() -> None:
+    """A new number gets a range, or is listed here with the place that checks it."""
+    checked_elsewhere = {"deepspeed.zero_stage"}  # a choice
+    ruled = {path for paths, _, _ in settings._RULES for path in paths} | checked_elsewhere
+    config = load_config(MINIMAL)
+    numbers = {
+        key
+        for key in known_keys()
+        if type(get_field(config, key)) in (int, float)
+        and not key.startswith(("runtime.", "data."))  # these sections check themselves
+    }
+    assert numbers - ruled == set()
+
+
+def test_dumped_configuration_loads_back_equal(tmp_path: Path) -> None:
+    config = load_config(_with(("data.chat_template_kwargs", {"a": "b"}), ("loss.step_decay", 0.5)))
+    assert load_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_config_files_state_the_dataclass_defaults_key_by_key() -> None:
+    """The files document every key; a key missing there could not be overridden either."""
+    files = {
+        "target": "local",
+        "data": "default",
+        "head": "mtp",
+        "loss": "full",
+        "trainer": "default",
+        "deepspeed": "zero1",
+        "features": "bf16",
+        "runtime": "cpu",
+        "validate": "default",
+    }
+    chosen_by_the_user = {"target.path", "data.sources"}
+    raw = {
+        section: yaml.safe_load((CONF_DIR / section / f"{name}.yaml").read_text())
+        for section, name in files.items()
+    }
+    leaves = [
+        key
+        for key in known_keys()
+        if key.partition(".")[0] in files
+        and not dataclasses.is_dataclass(get_field(load_config(MINIMAL), key))
+    ]
+    stated = {key: _dig(raw, key) for key in leaves}
+    assert [key for key, value in stated.items() if value is _ABSENT] == []
+    raw["run"], raw["target"]["path"], raw["data"]["sources"] = {"name": "mine"}, "/m", ["x"]
+    from_files, defaults = load_config(raw), load_config(MINIMAL)
+    different = [k for k in leaves if get_field(from_files, k) != get_field(defaults, k)]
+    assert set(different) <= chosen_by_the_user
+
+
+_ABSENT = object()
+
+
+def _dig(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(raw, dict) or part not in raw:
+            return _ABSENT
+        raw = raw[part]
+    return raw
