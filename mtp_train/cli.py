@@ -1,0 +1,76 @@
+"""`mtp <command> key=value …`: dispatch to the commands, each of which is a Hydra app."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+
+from mtp_train import demo, stages
+from mtp_train.app import Stage, run_command
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: what it runs, and what it takes and leaves."""
+
+    name: str
+    stage: Stage
+    reads: str
+    writes: str
+
+
+COMMANDS = (
+    Command("data", stages.run_data, "prompts, conversations", "data/"),
+    Command("precompute", stages.run_precompute, "data/, target", "features/"),
+    Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
+    Command("validate", stages.run_validate, "head/, target", "parity.json"),
+    Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
+)
+
+
+def main() -> None:
+    """Entry point of the console script ``mtp``."""
+    given = sys.argv[1:]
+    if not given or given[0] in ("-h", "--help", "help"):
+        _print_overview()
+        return
+    if given[0] == "--version":
+        _print_version()
+        return
+    name, *rest = given
+    command = next((c for c in COMMANDS if c.name == name), None)
+    if command is None:
+        names = [c.name for c in COMMANDS]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(names)}"
+        sys.stderr.write(f"mtp: {name}: unknown command; {hint}\n")
+        sys.exit(2)
+    sys.argv = [f"mtp {name}", *rest]
+    run_command(command.name, command.stage)
+
+
+def _print_overview() -> None:
+    from mtp_train.console import make_console, make_table
+
+    console = make_console()
+    console.print("Train draft heads for speculative decoding; measure them as they are served.")
+    rows = [(f"mtp {c.name}", c.reads, c.writes) for c in COMMANDS]
+    console.print(make_table("", ("command", "reads", "writes in runs/<name>/"), rows))
+    console.print(
+        "Usage:     mtp <command> key=value ...\n"
+        "Examples:  mtp <command> --help\n"
+        "Settings:  mtp <command> --cfg job\n"
+        "Ranks:     torchrun --nproc-per-node N -m mtp_train.<command> key=value ...",
+        markup=False,
+    )
+
+
+def _print_version() -> None:
+    import importlib.metadata
+
+    sys.stdout.write(f"mtp-train {importlib.metadata.version('mtp-train')}\n")
+
+
+if __name__ == "__main__":
+    main()
