@@ -66,8 +66,8 @@ def build_batch(
     return ForwardBatch(
         mode=mode,
         input_ids_N=input_ids_N,
-        positions_N=torch.from_numpy(positions).to(device, non_blocking=True),
-        write_slots_N=torch.from_numpy(slots).to(device, non_blocking=True),
+        positions_N=upload(torch.from_numpy(positions), device),
+        write_slots_N=upload(torch.from_numpy(slots), device),
         q_lens=tuple(q_lens),
         kv_lens=tuple(start + count for start, count in zip(starts, q_lens, strict=True)),
         table_rows=tuple(table_rows),
@@ -75,7 +75,13 @@ def build_batch(
     )
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on ``device`` without waiting for it (through pinned memory on a GPU)."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def upload_ids(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """Host integers as an int64 tensor on ``device``, without waiting for it."""
-    ids = torch.tensor(values, dtype=torch.int64)
-    return ids.to(device, non_blocking=True)
+    return upload(torch.tensor(values, dtype=torch.int64), device)

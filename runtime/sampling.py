@@ -15,6 +15,7 @@ from enum import IntEnum
 
 import torch
 
+from runtime.batch import upload
 from runtime.request import SamplingParams
 
 _MASK32 = 0xFFFFFFFF
@@ -45,15 +46,15 @@ class SamplingTensors:
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], device: torch.device) -> SamplingTensors:
-        def upload(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return upload(torch.tensor(values, dtype=dtype), device)
 
         return cls(
-            temperature_M=upload([p.temperature for p in params], torch.float32),
-            top_k_M=upload([p.top_k for p in params], torch.int64),
-            top_p_M=upload([p.top_p for p in params], torch.float32),
-            min_p_M=upload([p.min_p for p in params], torch.float32),
-            seed_M=upload([p.seed for p in params], torch.int64),
+            temperature_M=column([p.temperature for p in params], torch.float32),
+            top_k_M=column([p.top_k for p in params], torch.int64),
+            top_p_M=column([p.top_p for p in params], torch.float32),
+            min_p_M=column([p.min_p for p in params], torch.float32),
+            seed_M=column([p.seed for p in params], torch.int64),
             all_greedy=all(p.temperature == 0 for p in params),
             any_top_k=any(p.top_k > 0 for p in params),
             any_top_p=any(p.top_p < 1 for p in params),

@@ -1,0 +1,75 @@
+"""`decode_b1`, `decode_b16`: plain greedy decoding against `transformers` `generate`, both bf16."""
+
+from __future__ import annotations
+
+import torch
+from data_prep.evaluation import evaluation_prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.models.loader import Target
+from runtime.request import Request, SamplingParams
+from tests.bench.harness import BenchResult, seconds_interleaved, streaming_bytes_per_second
+
+NEW_TOKENS = 96
+
+
+def run(target: Target, *, batch: int) -> BenchResult:
+    """Tokens per second of `batch` MT-Bench prompts decoded together, sorted by length."""
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    prompts = [p.prompt_ids for p in evaluation_prompts("mtbench", tokenizer, limit=80)]
+    prompts = sorted((ids for ids in prompts if len(ids) <= 128), key=len)[8 : 8 + batch]
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    requests = [Request(str(i), tuple(ids), sampling) for i, ids in enumerate(prompts)]
+    engine = Engine(target.model, config=EngineConfig(max_running=batch, num_pages=512))
+
+    peer = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.bfloat16).eval()
+    longest = max(map(len, prompts))
+    pad = tokenizer.eos_token_id
+    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+
+    def peer_round() -> None:
+        with torch.inference_mode():
+            peer.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,
+                min_new_tokens=NEW_TOKENS,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=pad,
+            )
+
+    ours, theirs = seconds_interleaved(
+        lambda: engine.generate(requests) and None, peer_round, rounds=5
+    )
+    tokens = batch * NEW_TOKENS
+    name = f"decode_b{batch}"
+    rate = streaming_bytes_per_second(target.model.dtype)
+    config = target.config
+    kv_tokens = longest + NEW_TOKENS / 2
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * kv_tokens
+    bytes_per_step = weight_bytes(target) + batch * kv_bytes
+    limit = batch * rate / bytes_per_step
+    return BenchResult(
+        name=name,
+        ours=tokens / ours,
+        peer=tokens / theirs,
+        ratio=theirs / ours,
+        limit=limit,
+        share_of_limit=tokens / ours / limit,
+        unit="tokens/s",
+        command=f"make bench BENCH={name}",
+        note=f"streaming {rate / 1e9:.1f} GB/s, {bytes_per_step / 1e6:.0f} MB per step",
+    )
+
+
+def weight_bytes(target: Target) -> float:
+    """Bytes of weights one decode step reads (a tied embedding counts once, as the head)."""
+    config = target.config
+    q_dim = config.num_heads * config.head_dim
+    kv_dim = config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * q_dim + 2 * kv_dim + 3 * config.intermediate_size)
+    elements = config.num_layers * layer + config.vocab_size * config.hidden_size
+    return elements * torch.finfo(target.model.dtype).bits / 8

@@ -1,0 +1,108 @@
+"""How every benchmark measures: interleaved rounds, medians, and a limit measured on the spot.
+
+A result is `ours` beside a `peer` (what a user would run instead), in one process, alternating
+round by
+round, so that whatever else the machine does hits both. `limit` is the best the hardware showed
+for the
+same bytes or the same matrix products a moment before.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from runtime.cpu import Linear, can_pack
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One row of `results.json`. `ours`, `peer` and `limit` share `unit`; more is better."""
+
+    name: str
+    ours: float
+    peer: float
+    ratio: float
+    limit: float | None
+    share_of_limit: float | None
+    unit: str
+    command: str
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def seconds_interleaved(
+    ours: Callable[[], None], peer: Callable[[], None], *, rounds: int
+) -> tuple[float, float]:
+    """Median seconds of both after one warm-up each, alternating, starting side alternating too."""
+    ours()
+    peer()
+    times: dict[int, list[float]] = {0: [], 1: []}
+    for number in range(rounds):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        for which in order:
+            start = time.perf_counter()
+            (ours, peer)[which]()
+            times[which].append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def median_seconds(function: Callable[[], object], *, rounds: int) -> float:
+    function()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def best_seconds(function: Callable[[], object], *, rounds: int) -> float:
+    """The fastest round: what a limit is made of."""
+    function()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def streaming_bytes_per_second(dtype: torch.dtype) -> float:
+    """Best rate of a packed one-row product over matrices that do not fit into the caches."""
+    rows, width, copies = 49152, 576, 4
+    matrices = [
+        Linear(torch.randn(rows, width).to(dtype), pack=can_pack(dtype, torch.device("cpu")))
+        for _ in range(copies)
+    ]
+    x = torch.randn(1, width).to(dtype)
+
+    def sweep() -> None:
+        for matrix in matrices:
+            matrix(x)
+
+    with torch.inference_mode():
+        seconds = best_seconds(sweep, rounds=15)
+    return copies * rows * width * x.element_size() / seconds
+
+
+def matrix_seconds_per_row(
+    shapes: list[tuple[int, int]], dtype: torch.dtype, *, rows: int
+) -> tuple[float, float]:
+    """Best seconds per row of packed products over `shapes` (out, in), and the flop/s that is."""
+    seconds = flops = 0.0
+    with torch.inference_mode():
+        for out_width, in_width in shapes:
+            weight = torch.randn(out_width, in_width).to(dtype)
+            linear = Linear(weight, pack=can_pack(dtype, torch.device("cpu")))
+            x = torch.randn(rows, in_width).to(dtype)
+            seconds += best_seconds(lambda linear=linear, x=x: linear(x), rounds=15)
+            flops += 2.0 * rows * out_width * in_width
+    return seconds / rows, flops / seconds
