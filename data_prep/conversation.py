@@ -1,0 +1,100 @@
+"""What every source is read into: conversations, pre-tokenised rows, and rejected records.
+
+Everything here is immutable and hashed by content, so order of reading never decides anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call the assistant makes. ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. ``reasoning`` holds the assistant's thoughts, without their tags."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was said, thought or called. A tool may well return nothing."""
+        if self.role == "tool":
+            return False
+        return not (self.content.strip() or self.reasoning.strip() or self.tool_calls)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order and the tools on offer (each the JSON text of its definition).
+
+    ``source`` and ``record_id`` say where it came from and are not part of its identity.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+    source: str = ""
+    record_id: str = ""
+
+    @cached_property
+    def conversation_id(self) -> str:
+        """SHA-256 (first 32 hex characters) of roles, contents, thoughts, calls and tools."""
+        content = [
+            [
+                message.role,
+                message.content,
+                message.reasoning,
+                [[call.name, call.arguments] for call in message.tool_calls],
+                message.name,
+            ]
+            for message in self.messages
+        ]
+        text = json.dumps([content, self.tools], ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def with_messages(self, messages: tuple[Message, ...]) -> Conversation:
+        """The same record with other messages (and therefore another identity)."""
+        return replace(self, messages=messages)
+
+
+@dataclass(frozen=True)
+class TokenizedRecord:
+    """A row that arrives as token ids. ``loss_mask[i]``: the assistant generated token i."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    source: str = ""
+    record_id: str = ""
+    group: str = ""  # rows of one conversation share a group and therefore a split
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A record, conversation or turn that is not used, and why."""
+
+    reason: str
+    source: str
+    record_id: str
+    detail: str = ""
+    turn: int = -1  # index of the assistant turn; -1 = the whole record
+
+
+Record = Conversation | TokenizedRecord | Reject
