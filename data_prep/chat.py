@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data_prep.conversation import Conversation, Message, ToolCall
-from data_prep.tool_calls import CallSyntax, probe_call_syntax
+from data_prep.tool_calls import CallSyntax, common_prefix, probe_call_syntax
 
 _THOUGHT_OPEN, _THOUGHT_CLOSE = "<think>", "</think>"
 
@@ -68,7 +67,7 @@ class ChatFormat:
             raise ValueError("data.chat_template: the template does not render the answer")
         # What the template writes before any answer that has no thoughts (an empty thought block)
         # is not the assistant's: it belongs to the prompt.
-        self.injected = os.path.commonprefix((probe, other))
+        self.injected = common_prefix(probe, other)
         self.end_of_turn_ids = self._find_end_of_turn(probe)
 
     @cached_property
@@ -187,7 +186,7 @@ class ChatFormat:
         try:
             # As apply_chat_template does, except that a null content stays null: it drops the key,
             # and templates that test for null then fail.
-            (text,), _ = render_jinja_template(
+            result = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(self._template, tools),
@@ -197,7 +196,8 @@ class ChatFormat:
         # Templates raise on purpose (raise_exception) and by operating on a missing value.
         except (TemplateError, TypeError) as error:
             raise UnrenderableError("template_error", str(error)) from error
-        return str(text)
+        text: str = result[0][0]
+        return text
 
     def _message_dict(self, message: Message) -> dict[str, Any]:
         raw: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -222,7 +222,7 @@ class ChatFormat:
         if whole.startswith(prompt):
             return whole[len(prompt) :]
         # The prompt opens a thought that the history drops.
-        return whole[len(os.path.commonprefix((prompt, whole))) :]
+        return whole[len(common_prefix(prompt, whole)) :]
 
     def _find_end_of_turn(self, probe: str) -> frozenset[int]:
         """The special token after a plain answer, the end of text, and Llama's "message ended"."""
@@ -247,7 +247,7 @@ class ChatFormat:
 def load_chat_format(
     tokenizer: Any, *, template_path: str, kwargs: Sequence[tuple[str, str]]
 ) -> ChatFormat:
-    """The format of ``tokenizer`` under ``data.chat_template`` and ``data.chat_template_kwargs``."""
+    """The format of ``tokenizer`` under ``data.chat_template`` and its ``_kwargs``."""
     template = ""
     if template_path:
         path = Path(template_path).expanduser()
@@ -268,7 +268,7 @@ def _parse_value(text: str) -> Any:
 
 def _complete_opened_thought(prompt: str, whole: str, message: Message) -> TurnText:
     """Where the generation prompt opens a thought that the history leaves out, put it back."""
-    shared = len(os.path.commonprefix((prompt, whole)))
+    shared = len(common_prefix(prompt, whole))
     # The two part inside a tag they may share the start of ("<" of "<think>").
     opened = prompt.rfind(_THOUGHT_OPEN)
     shared = min(shared, opened) if opened >= 0 else shared

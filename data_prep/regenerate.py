@@ -73,9 +73,7 @@ class _Dialogue:
 
     def reject(self, reason: str, detail: str = "") -> None:
         item = self.conversation
-        self.rejects.append(
-            Reject(reason, item.source, item.record_id, detail, turn=self.position)
-        )
+        self.rejects.append(Reject(reason, item.source, item.record_id, detail, turn=self.position))
 
     def close(self, reason: str = "", detail: str = "") -> None:
         self.is_open = False
@@ -250,6 +248,7 @@ def _hand_over(
     if isinstance(answer, Answer):
         conversation = question.dialogue.conversation
         (row,) = join_answers(conversation.conversation_id, conversation.source, [answer])
+        assert hidden.token_ids == row.input_ids[:-1], "one state per token but the last"
         share = context.config.validation_share
         split = assign_split(row.conversation_id, validation_share=share, seed=context.seed)
         context.hidden_sink(hidden, row, split)
@@ -278,9 +277,8 @@ def _take_answer(question: _Question, record: JournalRecord, context: Regenerate
     if original is not None and original.role == "assistant":
         dialogue.position += 1
     if record.finish_reason != "stop":
-        if dialogue.position < len(recorded):
-            dialogue.close("after_cut_off", "later answers would follow half an answer")
-        dialogue.close()
+        more = dialogue.position < len(recorded)
+        dialogue.close("after_cut_off" if more else "", "would follow half an answer")
         return
     # A stop is the end-of-turn token: the client never sees it.
     message = _as_message(context.chat.decode(record.output_ids[:-1]), context.chat)
@@ -314,15 +312,13 @@ def _splice_tool_results(
     if context.config.regenerate.tool_results == "stop":
         dialogue.close("tool_results_not_spliced", "data.regenerate.tool_results=stop")
         return
-    wanted = list(original.tool_calls) if original is not None else []
-    spliced = []
-    for call in message.tool_calls:
-        match = next((item for item in wanted if item.name == call.name), None)
-        if match is None:
-            break
-        wanted.remove(match)
-        spliced.append(replace(call, call_id=match.call_id))
-    if wanted or len(spliced) != len(message.tool_calls):
+    recorded_calls = original.tool_calls if original is not None else ()
+    # Templates without call ids match results to calls by order, so the order must be the same.
+    if [call.name for call in message.tool_calls] != [call.name for call in recorded_calls]:
         dialogue.close("tool_calls_differ", "the target calls other tools than the record")
         return
-    dialogue.history.append(replace(message, tool_calls=tuple(spliced)))
+    calls = tuple(
+        replace(call, call_id=recorded.call_id)
+        for call, recorded in zip(message.tool_calls, recorded_calls, strict=True)
+    )
+    dialogue.history.append(replace(message, tool_calls=calls))

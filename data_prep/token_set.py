@@ -1,7 +1,8 @@
 """Token sets on disk: rows of token ids with the mask of what the assistant generated.
 
-An Arrow folder per split (`datasets` reads it), beside ``fingerprint.json``, ``statistics.json`` and
-``rejects.jsonl``. ``fingerprint.json`` is written last: a folder without it is unfinished.
+An Arrow folder per split (`datasets` reads it), beside ``fingerprint.json``,
+``statistics.json`` and ``rejects.jsonl``. ``fingerprint.json`` is written last: a folder without
+it is unfinished.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_prep.ids import hash_token_ids
 from data_prep.normalise import Split
 
 if TYPE_CHECKING:
@@ -37,21 +40,10 @@ class TokenRow:
     loss_mask: tuple[bool, ...]
     cut_off: bool = False
 
-    @property
+    @cached_property
     def sample_id(self) -> str:
         """Content hash of the token ids."""
-        return sample_id(self.input_ids)
-
-
-def sample_id(input_ids: Sequence[int]) -> str:
-    """SHA-256 of the little-endian int32 token ids, hex, first 32 characters."""
-    return hashlib.sha256(_int32_bytes(input_ids)).hexdigest()[:32]
-
-
-def _int32_bytes(input_ids: Sequence[int]) -> bytes:
-    import numpy as np
-
-    return np.asarray(input_ids, dtype="<i4").tobytes()
+        return hash_token_ids(self.input_ids)
 
 
 def prompt_ids(row: TokenRow | Mapping[str, Any]) -> tuple[int, ...]:
@@ -93,8 +85,8 @@ def load_token_set(path: str | Path) -> TokenSet:
     fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise ValueError(
-            f"data.path={str(path)!r}: no finished token set there ({FINGERPRINT_FILE} is missing); "
-            "run `mtp data` first"
+            f"data.path={str(path)!r}: no finished token set there "
+            f"({FINGERPRINT_FILE} is missing); run `mtp data` first"
         )
     splits = {split: load_from_disk(str(folder / split)) for split in ("train", "validation")}
     return TokenSet(folder, splits["train"], splits["validation"], fingerprint)
@@ -125,7 +117,7 @@ class TokenSetWriter:
 
     def append(self, row: TokenRow) -> None:
         assert len(row.input_ids) == len(row.loss_mask), "one flag per token"
-        self._digest.update(_int32_bytes(row.input_ids))
+        self._digest.update(row.sample_id.encode())
         self._digest.update(bytes(row.loss_mask) + b"\xff" + row.conversation_id.encode())
         self.num_rows += 1
         self.num_tokens += len(row.input_ids)
@@ -141,13 +133,24 @@ class TokenSetWriter:
     def write(self, folder: Path) -> None:
         """Replace ``folder`` by these rows; it appears complete or not at all."""
         import pyarrow as pa
-        from datasets import Dataset
+        from datasets import (
+            Dataset,
+            are_progress_bars_disabled,
+            disable_progress_bars,
+            enable_progress_bars,
+        )
 
         self._pack()
         table = pa.Table.from_batches(self._batches, schema=_schema())
         scratch = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(scratch, ignore_errors=True)
-        Dataset(table).save_to_disk(str(scratch))
+        shown = not are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
+            Dataset(table).save_to_disk(str(scratch))
+        finally:
+            if shown:
+                enable_progress_bars()
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(scratch, folder)
 

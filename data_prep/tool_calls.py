@@ -8,7 +8,6 @@ generated answer.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +71,13 @@ class CallSyntax:
         return head, tuple(calls)
 
 
+def common_prefix(first: str, second: str) -> str:
+    """The longest text both start with."""
+    pairs = zip(first, second, strict=False)
+    length = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return first[:length]
+
+
 def probe_call_syntax(render: RenderRaw, error: type[Exception]) -> CallSyntax | None:
     """The syntax of a template, or ``None`` when no form of call comes through.
 
@@ -105,9 +111,7 @@ def _render_calls(
             "type": "function",
             "function": {
                 "name": _NAMES[index],
-                "arguments": json.dumps(_ARGUMENTS[index])
-                if text_arguments
-                else _ARGUMENTS[index],
+                "arguments": json.dumps(_ARGUMENTS[index]) if text_arguments else _ARGUMENTS[index],
             },
         }
         for index in range(num_calls)
@@ -115,7 +119,7 @@ def _render_calls(
     answer = {"role": "assistant", "content": None if null_content else "", "tool_calls": calls}
     try:
         text = render([_QUESTION, answer], None, False)
-        start = len(os.path.commonprefix((text, render([_QUESTION], None, True))))
+        start = len(common_prefix(text, render([_QUESTION], None, True)))
     except error:
         return None
     text = text[start:]
@@ -149,7 +153,7 @@ def _split(text: str, index: int) -> tuple[str, str]:
 
 
 def _common_suffix(first: str, second: str) -> str:
-    return os.path.commonprefix((first[::-1], second[::-1]))[::-1]
+    return common_prefix(first[::-1], second[::-1])[::-1]
 
 
 def _loose(text: str) -> str:

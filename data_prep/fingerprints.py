@@ -1,0 +1,81 @@
+"""What a token set depends on, and how two such records are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from data_prep.chat import ChatFormat
+from data_prep.config import DataConfig
+from data_prep.sources import resolve_source, source_files
+
+
+def fingerprint_inputs(
+    config: DataConfig, chat: ChatFormat, *, seed: int, target_fingerprint: str
+) -> dict[str, Any]:
+    """Everything the rows depend on: settings, contents of the sources, tokenizer, template."""
+    skipped = {"path", "chat_template", "chat_template_kwargs"}  # the template's hash covers two
+    settings = {
+        item.name: getattr(config, item.name) for item in fields(config) if item.name not in skipped
+    }
+    settings["regenerate"] = asdict(config.regenerate) if config.regenerate.enabled else None
+    # Sources count by content, under the name that rows carry.
+    settings["sources"] = {source: _source_hash(source) for source in config.sources}
+    inputs = settings | {
+        "seed": seed,
+        "tokenizer": tokenizer_hash(chat.tokenizer),
+        "chat_template": chat.template_hash,
+    }
+    if target_fingerprint:
+        inputs["target"] = target_fingerprint
+    plain: dict[str, Any] = json.loads(json.dumps(inputs))
+    return plain
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of the whole tokenizer (normaliser, vocabulary, merges), template excluded."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        text = backend.to_str()
+    else:
+        text = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_same(folder: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """``ValueError`` that names every key in which the two differ."""
+    differing = sorted(
+        key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key)
+    )
+    if differing:
+        parts = [
+            f"{key} ({_short(saved.get(key))} there, {_short(wanted.get(key))} now)"
+            for key in differing
+        ]
+        raise ValueError(
+            f"{folder} holds a token set made with other settings: {', '.join(parts)}; "
+            "use another run or remove it"
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "…"
+
+
+def _source_hash(source: str) -> str:
+    path = resolve_source(source)
+    if path is None:
+        return "datasets"  # only `datasets` knows its content
+    files = source_files(path) or sorted(item for item in path.rglob("*") if item.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.name if path.is_file() else str(file.relative_to(path))
+        digest.update(name.encode() + b"\0")
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,327 @@
+"""``prepare``: sources to a finished token set, once.
+
+Idempotent: a finished set with the same fingerprint is reported and left alone; one with another
+fingerprint is refused and the difference named. An interrupted run is started again from the
+beginning, except that regenerated answers come from their journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from data_prep.chat import ChatFormat, load_chat_format
+from data_prep.config import DataConfig
+from data_prep.conversation import Conversation, Record, Reject
+from data_prep.fingerprints import check_same, fingerprint_inputs, tokenizer_hash
+from data_prep.journal import Journal
+from data_prep.normalise import Normalised, Split, assign_split, normalise, token_group_hash
+from data_prep.progress import Progress
+from data_prep.regenerate import (
+    AnswerEngine,
+    HiddenSink,
+    RegenerateContext,
+    journal_header,
+    regenerated_rows,
+)
+from data_prep.rows import ConversationRows, recorded_rows, tokenized_row
+from data_prep.sources import read_source
+from data_prep.statistics import Lengths, SplitStatistics, StatisticsCounter, reject_counts
+from data_prep.token_set import (
+    FINGERPRINT_FILE,
+    VERSION,
+    TokenSetWriter,
+    read_fingerprint,
+    write_json,
+    write_lines,
+)
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_FILE = "regenerated.jsonl"
+_CHUNK = 512  # conversations tokenised together
+_REGENERATE_CHUNK = 256  # conversations decoded together
+_SPLITS: tuple[Split, ...] = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What :func:`prepare` left behind. ``is_new`` is false when it found its finished output."""
+
+    path: Path
+    is_new: bool
+    fingerprint: str
+    splits: Mapping[str, SplitStatistics]
+    rejects: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    wall_s: float = 0.0
+
+
+@dataclass
+class _Output:
+    """Rows as they are accepted, in order, up to the token budget."""
+
+    writers: dict[Split, TokenSetWriter]
+    counters: dict[Split, StatisticsCounter]
+    budget: int
+    seen: set[str] = field(default_factory=set)
+    is_full: bool = False
+
+    def offer(self, row: Any, split: Split) -> str:
+        """Take the row; or say why not."""
+        if row.sample_id in self.seen:
+            return "duplicate_row"
+        writer = self.writers[split]
+        if split == "train" and self.budget:
+            self.is_full |= writer.num_tokens + len(row.input_ids) > self.budget
+        if self.is_full:
+            return "token_budget"
+        self.seen.add(row.sample_id)
+        writer.append(row)
+        self.counters[split].add(row)
+        return ""
+
+
+def prepare(
+    config: DataConfig,
+    *,
+    out_dir: Path,
+    tokenizer: Any,
+    seed: int,
+    engine: AnswerEngine | None = None,
+    target_fingerprint: str = "",
+    hidden_sink: HiddenSink | None = None,
+    progress: bool = True,
+) -> DataReport:
+    """Make the token set of ``config`` in ``out_dir``.
+
+    With ``config.path`` nothing is made: that finished set is checked against the tokenizer and
+    reported. Rows come in the order of their conversations' hashes, so ``max_tokens_total`` keeps
+    the same rows whatever the order of the sources.
+
+    ``engine`` is needed for (and only for) ``regenerate.enabled``; ``target_fingerprint`` then
+    enters the fingerprint. ``hidden_sink`` is needed for ``regenerate.capture_features``.
+
+    Raises ``ValueError`` for unusable configuration or sources, for another set in ``out_dir``,
+    and when no training row is left.
+    """
+    options = config.regenerate
+    _check_arguments(config, engine, target_fingerprint, hidden_sink)
+    chat = load_chat_format(
+        tokenizer, template_path=config.chat_template, kwargs=config.chat_template_kwargs
+    )
+    if config.path:
+        return _shared_set(config.path, chat)
+    out_dir = Path(out_dir)
+    inputs = fingerprint_inputs(
+        config, chat, seed=seed, target_fingerprint=target_fingerprint if options.enabled else ""
+    )
+    finished = read_fingerprint(out_dir)
+    if finished is not None:
+        check_same(out_dir, finished["inputs"], inputs)
+        logger.info("%s: finished already, nothing to do", out_dir)
+        return _finished_report(out_dir, finished)
+
+    start = time.monotonic()
+    out_dir.mkdir(parents=True, exist_ok=True)
+    records = normalise(
+        _read_all(config),
+        max_turns=config.max_turns,
+        max_conversations=config.max_conversations,
+    )
+    rejects = list(records.rejects)
+    output = _Output(
+        {split: TokenSetWriter() for split in _SPLITS},
+        {split: StatisticsCounter(chat) for split in _SPLITS},
+        config.max_tokens_total,
+    )
+    with Progress(len(records.conversations), enabled=progress) as bar:
+        if options.enabled:
+            assert engine is not None, "checked above"
+            header = journal_header(config, seed=seed, inputs=inputs)
+            with Journal(out_dir / JOURNAL_FILE, header=header) as journal:
+                sink = hidden_sink if options.capture_features else None
+                context = RegenerateContext(
+                    chat, engine, journal, config, seed, sink, bar.add_tokens
+                )
+                _fill(output, records, config, chat, seed, rejects, bar, context)
+        else:
+            _fill(output, records, config, chat, seed, rejects, bar, None)
+
+    counts = reject_counts(rejects)
+    if not output.writers["train"].num_rows:
+        hint = "" if options.enabled else " (prompts without answers need data.regenerate.enabled)"
+        raise ValueError(f"data: no training row is left{hint}; not used, by reason: {counts}")
+    notes = _notes(records, chat, output)
+    report = DataReport(
+        path=out_dir,
+        is_new=True,
+        fingerprint=_combined(output),
+        splits={split: output.counters[split].result() for split in _SPLITS},
+        rejects=counts,
+        notes=notes,
+        wall_s=time.monotonic() - start,
+    )
+    _write(out_dir, output, rejects, report, inputs)
+    return report
+
+
+def _check_arguments(
+    config: DataConfig,
+    engine: AnswerEngine | None,
+    target_fingerprint: str,
+    hidden_sink: HiddenSink | None,
+) -> None:
+    if config.path:
+        return
+    if config.regenerate.enabled and (engine is None or not target_fingerprint):
+        raise ValueError(
+            "data.regenerate.enabled=true needs an engine and the target's fingerprint: "
+            "the target writes the answers"
+        )
+    if config.regenerate.capture_features and hidden_sink is None:
+        raise ValueError("data.regenerate.capture_features=true needs a sink for the hidden states")
+
+
+def _read_all(config: DataConfig) -> Iterator[Record]:
+    for source in config.sources:
+        logger.info("reading %s", source)
+        yield from read_source(source, format=config.format)
+
+
+def _fill(
+    output: _Output,
+    records: Normalised,
+    config: DataConfig,
+    chat: ChatFormat,
+    seed: int,
+    rejects: list[Reject],
+    bar: Progress,
+    context: RegenerateContext | None,
+) -> None:
+    """Rows of the token records, then of the conversations, until the budget is spent."""
+    share = config.validation_share
+    vocab_size = len(chat.tokenizer)
+    for record in records.tokenized:
+        row = tokenized_row(record, config, vocab_size=vocab_size)
+        if isinstance(row, Reject):
+            rejects.append(row)
+            continue
+        split = assign_split(token_group_hash(record), validation_share=share, seed=seed)
+        if reason := output.offer(row, split):
+            rejects.append(Reject(reason, record.source, record.record_id))
+
+    size = _CHUNK if context is None else _REGENERATE_CHUNK
+    for start in range(0, len(records.conversations), size):
+        chunk = records.conversations[start : start + size]
+        if output.is_full:
+            rejects.extend(Reject("token_budget", item.source, item.record_id) for item in chunk)
+            continue
+        results = (
+            recorded_rows(chunk, chat, config)
+            if context is None
+            else regenerated_rows(chunk, context)
+        )
+        _take(output, chunk, results, share, seed, rejects)
+        bar.advance(len(chunk))
+
+
+def _take(
+    output: _Output,
+    chunk: Sequence[Conversation],
+    results: Sequence[ConversationRows],
+    share: float,
+    seed: int,
+    rejects: list[Reject],
+) -> None:
+    for conversation, result in zip(chunk, results, strict=True):
+        rejects.extend(result.rejects)
+        split = assign_split(conversation.conversation_id, validation_share=share, seed=seed)
+        for row in result.rows:
+            if reason := output.offer(row, split):
+                rejects.append(Reject(reason, conversation.source, conversation.record_id))
+
+
+def _notes(records: Normalised, chat: ChatFormat, output: _Output) -> tuple[str, ...]:
+    notes = []
+    if any(item.tools for item in records.conversations) and not chat.renders_tools:
+        notes.append("the chat template ignores tool definitions, as a server with it does")
+    if not output.writers["validation"].num_rows:
+        notes.append("the validation split is empty: raise data.validation_share or add data")
+    for note in notes:
+        logger.warning("%s", note)
+    return tuple(notes)
+
+
+def _write(
+    out_dir: Path,
+    output: _Output,
+    rejects: Sequence[Reject],
+    report: DataReport,
+    inputs: Mapping[str, Any],
+) -> None:
+    for split in _SPLITS:
+        output.writers[split].write(out_dir / split)
+    lines = (json.dumps(asdict(reject), ensure_ascii=False) for reject in rejects)
+    write_lines(out_dir / "rejects.jsonl", lines)
+    statistics = {
+        "splits": {
+            name: asdict(item) | {"masked_share": item.masked_share}
+            for name, item in report.splits.items()
+        },
+        "rejects": dict(report.rejects),
+        "notes": list(report.notes),
+        "wall_s": report.wall_s,
+    }
+    write_json(out_dir / "statistics.json", statistics)
+    content = {split: output.writers[split].content_hash for split in _SPLITS}
+    fingerprint = {
+        "version": VERSION,
+        "fingerprint": report.fingerprint,
+        "inputs": dict(inputs),
+        "content": content,
+    }
+    write_json(out_dir / FINGERPRINT_FILE, fingerprint)
+
+
+def _combined(output: _Output) -> str:
+    """The token set's fingerprint: the content of both splits."""
+    text = "".join(output.writers[split].content_hash for split in _SPLITS)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _finished_report(folder: Path, fingerprint: Mapping[str, Any]) -> DataReport:
+    saved = json.loads((folder / "statistics.json").read_text(encoding="utf-8"))
+    return DataReport(
+        path=folder,
+        is_new=False,
+        fingerprint=fingerprint["fingerprint"],
+        splits={name: _split_statistics(item) for name, item in saved["splits"].items()},
+        rejects=saved["rejects"],
+        notes=tuple(saved["notes"]),
+        wall_s=saved["wall_s"],
+    )
+
+
+def _split_statistics(saved: Mapping[str, Any]) -> SplitStatistics:
+    values = {item.name: saved[item.name] for item in fields(SplitStatistics)}
+    for name in ("row_lens", "prompt_lens", "answer_lens"):
+        values[name] = Lengths(**values[name])
+    return SplitStatistics(**values)
+
+
+def _shared_set(path: str, chat: ChatFormat) -> DataReport:
+    folder = Path(path).expanduser()
+    fingerprint = read_fingerprint(folder)
+    if fingerprint is None:
+        raise ValueError(f"data.path={path!r}: no finished token set there")
+    inputs = {"tokenizer": tokenizer_hash(chat.tokenizer), "chat_template": chat.template_hash}
+    saved = {key: fingerprint["inputs"].get(key) for key in inputs}
+    check_same(folder, saved, inputs)
+    return _finished_report(folder, fingerprint)
