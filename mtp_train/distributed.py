@@ -9,12 +9,13 @@ from __future__ import annotations
 import datetime
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 Backend = Literal["auto", "gloo", "nccl"]
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -25,6 +26,7 @@ class ProcessGroup(ABC):
 
     rank: int
     world_size: int
+    local_world_size: int  # ranks that share this machine
     device: torch.device
 
     @property
@@ -67,6 +69,7 @@ class SingleProcessGroup(ProcessGroup):
     def __init__(self, device: torch.device) -> None:
         self.rank = 0
         self.world_size = 1
+        self.local_world_size = 1
         self.device = device
 
     def barrier(self) -> None:
@@ -92,9 +95,15 @@ class TorchProcessGroup(ProcessGroup):
     """Ranks over ``torch.distributed`` (gloo or nccl)."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, device: torch.device, owns_group: bool = False
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        local_world_size: int,
+        owns_group: bool = False,
     ) -> None:
         self.group = group
+        self.local_world_size = local_world_size
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -143,13 +152,15 @@ def init_process_group(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     present = [name for name in _ENVIRONMENT if name in os.environ]
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        return SingleProcessGroup(torch.device("cuda", 0) if device == "cuda" else _cpu())
+        return SingleProcessGroup(
+            torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        )
     if len(present) != len(_ENVIRONMENT):
         missing = ", ".join(name for name in _ENVIRONMENT if name not in present)
         raise ValueError(
             f"environment: {', '.join(present)} set but {missing} missing; start with torchrun"
         )
-    local_device = _cpu()
+    local_device = torch.device("cpu")
     if device == "cuda":
         local_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local_device)
@@ -160,8 +171,23 @@ def init_process_group(
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     world = dist.group.WORLD
     assert world is not None, "the default group was just initialised"
-    return TorchProcessGroup(world, device=local_device, owns_group=owns_group)
+    return TorchProcessGroup(
+        world,
+        device=local_device,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        owns_group=owns_group,
+    )
 
 
-def _cpu() -> torch.device:
-    return torch.device("cpu")
+def run_on_leader(group: ProcessGroup, function: Callable[[], T]) -> T:
+    """Call ``function`` on the leader only; its result, or its error, is everybody's (pickled)."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if group.is_leader:
+        try:
+            outcome = (function(), None)
+        except (ValueError, OSError, RuntimeError) as failure:
+            outcome = (None, failure)
+    result, failed = group.broadcast_object(outcome)
+    if failed is not None:
+        raise failed
+    return result

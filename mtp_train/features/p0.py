@@ -1,0 +1,271 @@
+"""P0, the first rung of the parity ladder: is the stored state the state the runtime feeds?
+
+Measured on a sample of every shard while dumping, before anything is written:
+
+- before the codec, ``lm_head(g)`` of the dump against the runtime's *decode path* (one row per
+  step through the K/V cache) and against Hugging Face in fp32;
+- after the codec, the mean KL that storing costs.
+
+In fp32 the log-probability of each taken token may differ by ``max_logprob_gap``. In lower
+precision two correct paths differ by rounding, so there the mean KL against each reference is
+bounded by ``max_kl`` and the mean gap between dump and decode path by twice the decode path's own
+error against fp32 (two independent roundings of equal size give a ratio of sqrt 2).
+
+Shape legend: M rows of a window, B windows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mtp_train.config import Codec
+from mtp_train.features.codecs import decode, encode
+from mtp_train.features.manifest import Comparison, P0Figures
+from mtp_train.features.shards import FeatureSample
+from mtp_train.features.sources import FeatureSource, HuggingFaceSource
+from runtime.batch import BatchMode, build_batch, upload_ids
+from runtime.kv_cache import SlotTable
+from runtime.models.base import Model
+
+_PAGE_SIZE = 16
+_ERROR_FACTOR = 2.0
+
+DECODE, HUGGINGFACE, DECODE_ERROR = "decode", "huggingface", "decode_error"
+
+
+class P0Error(RuntimeError):
+    """The dumped states are not what the runtime feeds, or the codec costs too much."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last rows of one sequence: row ``i`` in ``start .. T-2`` predicts token ``i + 1``."""
+
+    token_ids: tuple[int, ...]
+    start: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids) - 1 - self.start
+
+
+class LogitsReference(ABC):
+    """An independent way to the distributions that the dumped states stand for."""
+
+    name: str
+
+    @abstractmethod
+    def logits(self, windows: Sequence[Window]) -> list[torch.Tensor]:
+        """fp32 ``[M, V]`` per window, host memory."""
+
+
+class DecodeReference(LogitsReference):
+    """The runtime's decode path: the prefix is prefilled, the window decoded row by row."""
+
+    name = DECODE
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def logits(self, windows: Sequence[Window]) -> list[torch.Tensor]:
+        model, longest = self._model, max(len(window.token_ids) for window in windows)
+        pages = -(-longest // _PAGE_SIZE)
+        table = SlotTable(
+            num_rows=len(windows),
+            max_len=longest,
+            page_size=_PAGE_SIZE,
+            num_pages=pages * len(windows),
+        )
+        pool = model.new_pool(pages * len(windows) * _PAGE_SIZE)
+        rows = [table.acquire_row() for _ in windows]
+        for row, window in zip(rows, windows, strict=True):
+            table.reserve(row, len(window.token_ids))
+        for row, window in zip(rows, windows, strict=True):
+            if window.start:
+                prefix = upload_ids(window.token_ids[: window.start], model.device)
+                batch = build_batch(
+                    BatchMode.PREFILL,
+                    table=table,
+                    table_rows=[row],
+                    starts=[0],
+                    q_lens=[window.start],
+                    input_ids_N=prefix,
+                    device=model.device,
+                )
+                model.forward(batch, table, pool)
+        logits: list[list[torch.Tensor]] = [[] for _ in windows]
+        for step in range(max(window.num_rows for window in windows)):
+            live = [index for index, window in enumerate(windows) if step < window.num_rows]
+            starts = [windows[index].start + step for index in live]
+            ids = [windows[i].token_ids[start] for i, start in zip(live, starts, strict=True)]
+            batch = build_batch(
+                BatchMode.DECODE,
+                table=table,
+                table_rows=[rows[index] for index in live],
+                starts=starts,
+                q_lens=[1] * len(live),
+                input_ids_N=upload_ids(ids, model.device),
+                device=model.device,
+            )
+            step_logits_BV = model.logits(model.forward(batch, table, pool)).float().cpu()
+            for index, row_V in zip(live, step_logits_BV, strict=True):
+                logits[index].append(row_V)
+        return [torch.stack(rows_MV) for rows_MV in logits]
+
+
+class HuggingFaceReference(LogitsReference):
+    """Hugging Face in fp32, one forward per sequence."""
+
+    name = HUGGINGFACE
+
+    def __init__(self, source: HuggingFaceSource) -> None:
+        self._source = source
+
+    def logits(self, windows: Sequence[Window]) -> list[torch.Tensor]:
+        logits: list[torch.Tensor] = []
+        for window in windows:
+            (rows,) = self._source.hidden([window.token_ids])
+            logits.append(self._source.logits(rows.hidden_TD[window.start : -1]).cpu())
+        return logits
+
+
+class P0Check:
+    """Measures P0 on the samples of one shard; raises :class:`P0Error` when out of bound."""
+
+    def __init__(
+        self,
+        source: FeatureSource,
+        references: Sequence[LogitsReference],
+        *,
+        codec: Codec,
+        num_samples: int,
+        num_rows: int,
+        max_logprob_gap: float,
+        max_kl: float,
+    ) -> None:
+        self._source = source
+        self._references = references
+        self._codec: Codec = codec
+        self._num_samples = num_samples
+        self._num_rows = num_rows
+        self._max_logprob_gap = max_logprob_gap
+        self._max_kl = max_kl
+
+    def __call__(self, samples: Sequence[FeatureSample]) -> P0Figures:
+        figures = self.measure(samples)
+        failures = self.failures(figures)
+        if failures:
+            raise P0Error(
+                "P0: the dumped hidden states do not reproduce the target's distribution: "
+                f"{'; '.join(failures)}. Nothing of this shard was written"
+            )
+        return figures
+
+    def measure(self, samples: Sequence[FeatureSample]) -> P0Figures:
+        """The figures for a sample of ``samples``, spread evenly over their lengths."""
+        chosen = spread_by_length(samples, self._num_samples)
+        windows = [
+            Window(ids, max(0, len(ids) - 1 - self._num_rows))
+            for ids in (tuple(sample.input_ids.tolist()) for sample in chosen)
+        ]
+        taken_M = _cat([w.token_ids[w.start + 1 :] for w in windows])
+        hidden_MD = torch.cat(
+            [s.hidden[w.start : -1] for s, w in zip(chosen, windows, strict=True)]
+            or [torch.empty(0, samples[0].hidden.shape[1], dtype=samples[0].hidden.dtype)]
+        )
+        ours_MV = self._log_probs(hidden_MD)
+        stored_MD = decode(encode(hidden_MD, self._codec), dtype=hidden_MD.dtype)
+        comparisons = []
+        if windows:
+            theirs = {
+                ref.name: torch.cat(ref.logits(windows)).log_softmax(-1) for ref in self._references
+            }
+            comparisons = [
+                _compare(name, ours_MV, theirs_MV, taken_M) for name, theirs_MV in theirs.items()
+            ]
+            if DECODE in theirs and HUGGINGFACE in theirs:
+                comparisons.append(
+                    _compare(DECODE_ERROR, theirs[DECODE], theirs[HUGGINGFACE], taken_M)
+                )
+        return P0Figures(
+            num_samples=len(chosen),
+            num_rows=len(taken_M),
+            dtype=str(hidden_MD.dtype).removeprefix("torch."),
+            comparisons=tuple(comparisons),
+            codec_mean_kl=_mean_kl(ours_MV, self._log_probs(stored_MD)),
+        )
+
+    def failures(self, figures: P0Figures) -> list[str]:
+        """What is out of bound, in words; empty when the rung is passed."""
+        found = []
+        by_name = {comparison.name: comparison for comparison in figures.comparisons}
+        error = by_name.get(DECODE_ERROR)
+        for name in (DECODE, HUGGINGFACE):
+            if name not in by_name:
+                continue
+            item = by_name[name]
+            if figures.dtype == "float32":
+                if not item.max_gap <= self._max_logprob_gap:
+                    found.append(
+                        f"log-probabilities differ from {name} by up to {item.max_gap:.3g} nats, "
+                        f"allowed {self._max_logprob_gap:g} (features.p0_max_logprob_gap)"
+                    )
+                continue
+            if not item.mean_kl <= self._max_kl:
+                found.append(
+                    f"mean KL against {name} is {item.mean_kl:.3g} nats, "
+                    f"allowed {self._max_kl:g} (features.p0_max_kl)"
+                )
+            if name == DECODE and error and not item.mean_gap <= _ERROR_FACTOR * error.mean_gap:
+                found.append(
+                    f"mean gap to the decode path is {item.mean_gap:.3g} nats, more than "
+                    f"{_ERROR_FACTOR:g} times its own {figures.dtype} error {error.mean_gap:.3g}"
+                )
+        if not figures.codec_mean_kl <= self._max_kl:
+            found.append(
+                f"codec {self._codec} costs a mean KL of {figures.codec_mean_kl:.3g} nats, "
+                f"allowed {self._max_kl:g} (features.p0_max_kl)"
+            )
+        return found
+
+    def _log_probs(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        return self._source.logits(hidden_MD).cpu().log_softmax(-1)
+
+
+def spread_by_length(samples: Sequence[FeatureSample], count: int) -> list[FeatureSample]:
+    """``count`` samples at evenly spaced quantiles of length, each of at least two tokens."""
+    usable = [sample for sample in samples if len(sample.input_ids) > 1]
+    usable.sort(key=lambda sample: (len(sample.input_ids), sample.sample_id))
+    if len(usable) <= count:
+        return usable
+    return [usable[(2 * index + 1) * len(usable) // (2 * count)] for index in range(count)]
+
+
+def _compare(
+    name: str, ours_MV: torch.Tensor, theirs_MV: torch.Tensor, taken_M: torch.Tensor
+) -> Comparison:
+    """Both sides are log-probabilities, fp32."""
+    gap_M = (ours_MV.gather(1, taken_M[:, None]) - theirs_MV.gather(1, taken_M[:, None])).abs()
+    return Comparison(
+        name=name,
+        max_gap=float(gap_M.max()),
+        mean_gap=float(gap_M.mean()),
+        mean_kl=_mean_kl(theirs_MV, ours_MV),
+    )
+
+
+def _mean_kl(reference_MV: torch.Tensor, other_MV: torch.Tensor) -> float:
+    """Mean over rows of KL(reference || other), nats; inputs are log-probabilities."""
+    if not len(reference_MV):
+        return 0.0
+    terms_MV = reference_MV.exp() * (reference_MV - other_MV)
+    return float(terms_MV.sum(-1).mean())
+
+
+def _cat(parts: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([value for part in parts for value in part], dtype=torch.int64)

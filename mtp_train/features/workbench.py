@@ -1,0 +1,84 @@
+"""The loaded target of a dump: what computes the states, and what P0 checks them against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mtp_train.config import Config
+from mtp_train.distributed import ProcessGroup
+from mtp_train.features.p0 import DecodeReference, HuggingFaceReference, LogitsReference, P0Check
+from mtp_train.features.sources import (
+    FeatureSource,
+    HuggingFaceSource,
+    RuntimeSource,
+    load_hugging_face,
+)
+from mtp_train.features.target import cache_directory, target_dtype
+from runtime.cpu import count_physical_cores, set_threads
+from runtime.models.base import Model
+from runtime.models.loader import load_target
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """Source and check share the loaded weights where their dtypes agree."""
+
+    source: FeatureSource
+    check: P0Check
+
+
+def load_workbench(
+    config: Config, directory: Path, *, group: ProcessGroup, max_len: int
+) -> Workbench:
+    """Load the target for the chosen source and for the references of P0."""
+    device = group.device
+    dtype = target_dtype(config.target, device)
+    if device.type == "cpu":
+        threads = config.runtime.num_threads or count_physical_cores() // group.local_world_size
+        set_threads(max(1, threads))
+    features = config.features
+    model: Model | None = None
+    if features.source == "runtime" or "decode" in features.p0_references:
+        model = load_target(
+            directory, dtype=dtype, device=device, cache_dir=cache_directory(config.target)
+        ).model
+    loaded: dict[torch.dtype, HuggingFaceSource] = {}
+
+    def hugging_face(wanted: torch.dtype) -> HuggingFaceSource:
+        if wanted not in loaded:
+            loaded[wanted] = HuggingFaceSource(
+                load_hugging_face(
+                    directory,
+                    dtype=wanted,
+                    device=device,
+                    trust_remote_code=config.target.trust_remote_code,
+                ),
+                max_batch_tokens=features.max_batch_tokens,
+            )
+        return loaded[wanted]
+
+    source: FeatureSource
+    if features.source == "runtime":
+        assert model is not None, "the runtime source loads the runtime's model"
+        source = RuntimeSource(model, max_batch_tokens=features.max_batch_tokens, max_len=max_len)
+    else:
+        source = hugging_face(dtype)
+    references: list[LogitsReference] = []
+    if "decode" in features.p0_references:
+        assert model is not None, "the decode reference loads the runtime's model"
+        references.append(DecodeReference(model))
+    if "huggingface" in features.p0_references:
+        references.append(HuggingFaceReference(hugging_face(torch.float32)))
+    check = P0Check(
+        source,
+        references,
+        codec=features.codec,
+        num_samples=features.p0_samples_per_shard,
+        num_rows=features.p0_rows_per_sample,
+        max_logprob_gap=features.p0_max_logprob_gap,
+        max_kl=features.p0_max_kl,
+    )
+    return Workbench(source, check)

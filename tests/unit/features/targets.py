@@ -1,0 +1,56 @@
+"""A tiny target with a token set, and the configuration that dumps it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from data_prep.config import DataConfig
+from data_prep.ids import hash_token_ids
+from mtp_train.config import Config, FeaturesConfig, RunConfig, TargetConfig
+from tests.unit.runtime.model_fixtures import SMALL, save_llama
+
+
+def save_target(path: Path, **overrides: Any) -> Path:
+    """A random Llama with the least tokenizer that a fingerprint needs."""
+    save_llama(path, **overrides)
+    (path / "tokenizer.json").write_text('{"model": {}}')
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    return path
+
+
+def save_token_set(path: Path, *, train: int = 30, validation: int = 4, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for split, count in (("train", train), ("validation", validation)):
+        rows = []
+        for index in range(count):
+            length = 5 + 7 * index % 40
+            ids = torch.randint(3, SMALL["vocab_size"], (length,), generator=generator).tolist()
+            mask = [position >= 3 for position in range(length)]
+            rows.append({"sample_id": hash_token_ids(ids), "input_ids": ids, "loss_mask": mask})
+        Dataset.from_list(rows).save_to_disk(str(path / split))
+
+
+def make_config(root: Path, target: Path, data: Path, **features: Any) -> Config:
+    settings: dict[str, Any] = {
+        "codec": "fp32",
+        "shard_tokens": 128,
+        "max_batch_tokens": 64,
+        "p0_rows_per_sample": 6,
+    }
+    return Config(
+        run=RunConfig(name="test", root=str(root)),
+        target=TargetConfig(
+            path=str(target), dtype="float32", device="cpu", cache_dir=str(root / "cache")
+        ),
+        data=DataConfig(path=str(data)),
+        features=FeaturesConfig(**(settings | features)),
+    )
+
+
+def with_features(config: Config, **changes: Any) -> Config:
+    return dataclasses.replace(config, features=dataclasses.replace(config.features, **changes))
