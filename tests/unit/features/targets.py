@@ -12,6 +12,7 @@ from datasets import Dataset
 from data_prep.config import DataConfig
 from data_prep.ids import hash_token_ids
 from mtp_train.config import Config, FeaturesConfig, RunConfig, TargetConfig
+from runtime.config import EngineConfig
 from tests.unit.runtime.model_fixtures import SMALL, save_llama
 
 
@@ -49,6 +50,7 @@ def make_config(root: Path, target: Path, data: Path, **features: Any) -> Config
         ),
         data=DataConfig(path=str(data)),
         features=FeaturesConfig(**(settings | features)),
+        runtime=EngineConfig(num_threads=1),  # spinning threads cost more than tiny matrices
     )
 
 
