@@ -70,7 +70,6 @@ def open_stage(config: Config, stage: str, *, timeout_s: float = 1800.0) -> Iter
 def run_data(config: Config) -> int:
     """Prompts to token sets, on the first rank."""
     from data_prep.pipeline import prepare
-
     from mtp_train.targets import load_tokenizer, target_directory
     from runtime.seeds import derive_seed
 

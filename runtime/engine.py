@@ -103,12 +103,13 @@ class Engine:
             )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
+        self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host
 
     # -- requests ---------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._in_flight is not None
 
     def add(
         self,
@@ -228,11 +229,27 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
-        """One step over whoever is scheduled. Call only while :attr:`has_work`."""
-        plan = self.scheduler.schedule()
-        pending = self.schedule.enqueue(plan)
-        results = self.schedule.collect(pending)
-        events = self._commit(pending, results)
+        """One step over whoever is scheduled. Call only while :attr:`has_work`.
+
+        Where the device works by itself, plain decoding enqueues the next step before it waits for
+        the
+        ids of this one (speculation hides its wait behind the draft instead); then the events come
+        one
+        call later.
+        """
+        current, self._in_flight = self._in_flight, None
+        if current is not None:
+            following = self.scheduler.look_ahead(current.plan)
+            if following is not None:
+                self._in_flight = self.schedule.enqueue(following)
+        else:
+            current = self.schedule.enqueue(self.scheduler.schedule())
+            if self.transfer.is_async and self.schedule.may_look_ahead and current.is_plain_decode:
+                self._in_flight = current
+                return []
+        events = self._commit(current, self.schedule.collect(current))
+        if self._in_flight is not None and not self.scheduler.running:
+            self._in_flight = None  # everybody has ended: nobody wants these tokens
         if self.config.check_integrity:
             self.table.check()
         return events
@@ -257,13 +274,16 @@ class Engine:
         start = 0
         for result, num_rows in zip(results, pending.rows_per_work, strict=True):
             work, state = result.work, result.work.state
+            if state.phase is Phase.FINISHED:  # ended or aborted while this step was in flight
+                start += num_rows
+                continue
             self._capture(state, pending, start, result.num_committed)
             start += num_rows
             if pending.is_speculative:
                 state.steps.append(
                     SpecStep(result.draft_ids, result.num_accepted, len(state.output_ids))
                 )
-            state.committed += result.num_committed
+            state.committed = work.start + result.num_committed
             if state.encode_only and state.committed == len(state.tokens):
                 self._finish(state, "length")
             if not work.samples:

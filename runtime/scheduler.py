@@ -18,12 +18,13 @@ from runtime.request import Phase, RequestState
 
 @dataclass(frozen=True)
 class Work:
-    """``num_rows`` rows of one request, from its ``committed`` length on (speculation adds K).
+    """``num_rows`` rows of one request from position ``start`` on (speculation adds K).
 
     ``samples``: after these rows every known token has been processed, so the next one is drawn.
     """
 
     state: RequestState
+    start: int
     num_rows: int
     samples: bool
 
@@ -84,7 +85,7 @@ class Scheduler:
         works = []
         decoding = [state for state in self.running if state.phase is Phase.DECODE]
         for state in decoding:
-            works.append(Work(state, 1, samples=True))
+            works.append(Work(state, state.committed, 1, samples=True))
         budget -= len(decoding)
         for state in self.running:
             if state.phase is Phase.PREFILL and budget > 0:
@@ -92,7 +93,8 @@ class Scheduler:
                 if self.max_rows_per_request:
                     count = min(count, self.max_rows_per_request)
                 is_last = state.committed + count == len(state.tokens)
-                works.append(Work(state, count, samples=is_last and not state.encode_only))
+                samples = is_last and not state.encode_only
+                works.append(Work(state, state.committed, count, samples))
                 budget -= count
         assert works, "nothing can run although requests are waiting"
         is_decode_only = len(works) == len(decoding)
@@ -102,6 +104,36 @@ class Scheduler:
             is_decode_only=is_decode_only,
             num_draft_tokens=self._clip(longest) if is_decode_only else 0,
         )
+
+    def look_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The plain decode step after ``plan``, whose tokens the host has not seen yet.
+
+        ``None`` where the next step is not certain to have the same requests: somebody waits, a
+        length
+        limit is reached, or pages run out. (A request that turns out to have ended is dropped
+        later.)
+        """
+        if self.waiting or not plan.is_decode_only:
+            return None
+        works = []
+        for work in plan.works:
+            state, start = work.state, work.start + 1
+            if state.phase is Phase.FINISHED:
+                continue
+            num_tokens = start + 1  # with the token in flight
+            if (
+                num_tokens - state.num_prompt >= state.request.sampling.max_tokens
+                or num_tokens >= self.max_model_len
+            ):
+                return None
+            try:
+                self.table.reserve(state.row, num_tokens)
+            except OutOfPagesError:
+                return None
+            works.append(Work(state, start, 1, samples=True))
+        if not works:
+            return None
+        return StepPlan(tuple(works), is_decode_only=True, num_draft_tokens=0)
 
     def _clip(self, committed: int) -> int:
         """K so that row ``committed + K`` stays below ``max_model_len``."""

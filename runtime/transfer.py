@@ -16,6 +16,8 @@ import torch
 class HostTransfer(ABC):
     """Copies device tensors to the host without blocking until asked."""
 
+    is_async: bool  # the device goes on working while the host does something else
+
     @abstractmethod
     def enqueue(self, *tensors: torch.Tensor) -> Any:
         """Start copying; the result is an opaque handle. Never waits."""
@@ -31,6 +33,8 @@ class HostTransfer(ABC):
 class ImmediateTransfer(HostTransfer):
     """For devices that execute synchronously (CPU)."""
 
+    is_async = False
+
     def enqueue(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
@@ -40,6 +44,8 @@ class ImmediateTransfer(HostTransfer):
 
 class CudaTransfer(HostTransfer):
     """Pinned buffers and an event on the current stream."""
+
+    is_async = True
 
     def enqueue(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], torch.cuda.Event]:
         copies = []

@@ -47,6 +47,10 @@ class PendingStep:
     rows_per_work: tuple[int, ...]
     is_speculative: bool
 
+    @property
+    def is_plain_decode(self) -> bool:
+        return self.plan.is_decode_only and not self.is_speculative
+
 
 @dataclass(frozen=True)
 class WorkResult:
@@ -63,6 +67,8 @@ class WorkResult:
 
 class PlainSchedule:
     """Autoregressive decoding: one row per request and step."""
+
+    may_look_ahead = True  # the next step's inputs are on the device before the host knows them
 
     def __init__(self, target: Runner, *, num_rows: int, transfer: HostTransfer) -> None:
         self.target = target
@@ -97,7 +103,7 @@ class PlainSchedule:
             BatchMode.DECODE if plan.is_decode_only else BatchMode.PREFILL,
             table=self.table,
             table_rows=[work.state.row for work in works],
-            starts=[work.state.committed for work in works],
+            starts=[work.start for work in works],
             q_lens=q_lens,
             input_ids_N=self._input_ids(works),
             device=self.device,
@@ -107,7 +113,7 @@ class PlainSchedule:
         last_rows = _last_rows(works)
         if sampled:
             logits_MV = self.target.model.logits(_select(hidden_ND, last_rows, self.device))
-            positions = [work.state.committed + work.num_rows for work in sampled]
+            positions = [work.start + work.num_rows for work in sampled]
             new_ids_M = sample(
                 logits_MV,
                 self.sampling(sampled),
@@ -151,7 +157,7 @@ class PlainSchedule:
             return self.last_ids_R.index_select(0, rows)
         known: list[int] = []
         for work in works:
-            start = work.state.committed
+            start = work.start
             known.extend(work.state.tokens[start : start + work.num_rows])
         return upload_ids(known, self.device)
 

@@ -80,7 +80,7 @@ class MtpSchedule(PlainSchedule):
     def _enqueue_speculative(self, plan: StepPlan) -> PendingStep:
         works, k = plan.works, plan.num_draft_tokens
         rows_B = upload_ids([work.state.row for work in works], self.device)
-        starts = [work.state.committed for work in works]
+        starts = [work.start for work in works]
         sampling = self.sampling(works)
         draft_ids_BK, draft_probs_BKV = self.propose(works, rows_B, k, sampling)
         self.transfer.mark("propose")
@@ -131,7 +131,7 @@ class MtpSchedule(PlainSchedule):
         """
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
         logits_BV = self.logits_RV.index_select(0, rows_B)
-        starts = [work.state.committed for work in works]
+        starts = [work.start for work in works]
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(k):
@@ -187,7 +187,7 @@ class MtpSchedule(PlainSchedule):
     ) -> torch.Tensor | None:
         shifted: list[int] = []
         for work in works:
-            start = work.state.committed + 1
+            start = work.start + 1
             known = work.state.tokens[start : start + work.num_rows]
             shifted.extend(known + [0] * (work.num_rows - len(known)))
         shifted_N = upload_ids(shifted, self.device)

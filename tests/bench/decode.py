@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from data_prep.evaluation import evaluation_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data_prep.evaluation import evaluation_prompts
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.models.loader import Target

@@ -26,6 +26,7 @@ from runtime.spec.mtp import MtpSchedule
 from runtime.transfer import HostTransfer
 from tests.unit.runtime.engine_fixtures import (
     VOCAB,
+    ByteTokenizer,
     check_draft_state,
     make_engine,
     make_requests,
@@ -74,6 +75,8 @@ def test_a_step_never_waits_before_the_copy(
 class FakeAsyncTransfer(HostTransfer):
     """A device that answers late: copies run on a worker thread once the host has gone on."""
 
+    is_async = True
+
     def __init__(self) -> None:
         self.events: list[str] = []
         self.worker = ThreadPoolExecutor(max_workers=1)
@@ -112,6 +115,58 @@ def test_the_host_waits_only_after_the_draft_extension_is_enqueued(target: Targe
     assert set(speculative) == {"propose|target|copy|extend"}
     plain = [step.strip("|") for step in steps if step.strip("|") and "propose" not in step]
     assert set(plain) == {"copy|extend"}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"stop": ("gh", "ca")}, {"temperature": 1.1}])
+def test_plain_decoding_enqueues_the_next_step_before_it_waits(
+    target: Target, sampling: dict[str, Any]
+) -> None:
+    """Same tokens as without look-ahead, with EOS, stop strings and length limits on the way."""
+    requests = make_requests(8, seed=3, max_tokens=60, **sampling)
+    tokenizer = ByteTokenizer()
+    want = make_engine(target, tokenizer=tokenizer).generate(requests)
+    transfer = LookAheadTransfer()
+    engine = make_engine(target, transfer=transfer, tokenizer=tokenizer)
+    got = engine.generate(requests)
+    assert [(g.output_ids, g.finish_reason) for g in got] == [
+        (g.output_ids, g.finish_reason) for g in want
+    ]
+    assert {g.finish_reason for g in got} == {"stop", "length"}
+    assert transfer.most_in_flight == 2
+    assert not engine.has_work
+    assert engine.table.allocator.num_free == engine.config.num_pages
+
+
+def test_aborting_while_a_step_is_in_flight(target: Target) -> None:
+    requests = make_requests(3, ignore_eos=True)
+    want = make_engine(target).generate(requests)
+    engine = make_engine(target, transfer=LookAheadTransfer())
+    states = [engine.add(request) for request in requests]
+    for _ in range(6):
+        engine.step()
+    engine.abort("r0")
+    while engine.has_work:
+        engine.step()
+    assert [tuple(s.output_ids) for s in states[1:]] == [g.output_ids for g in want[1:]]
+    assert tuple(states[0].output_ids) == want[0].output_ids[: len(states[0].output_ids)]
+
+
+class LookAheadTransfer(HostTransfer):
+    """Counts the copies that are in flight at once."""
+
+    is_async = True
+
+    def __init__(self) -> None:
+        self.in_flight = self.most_in_flight = 0
+
+    def enqueue(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return [tensor.clone() for tensor in tensors]
+
+    def wait(self, handle: list[torch.Tensor]) -> tuple[list[Any], ...]:
+        self.in_flight -= 1
+        return tuple(tensor.tolist() for tensor in handle)
 
 
 # -- exactness of rejection sampling on a real-shaped model ---------------------------------------
