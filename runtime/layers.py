@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from runtime.attention.base import AttentionBackend
 from runtime.cpu import Linear
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
+from runtime.ops import BlockOps, NormWeight, RotaryAngles
 
 TensorSource = Callable[[str], torch.Tensor]  # hands over one tensor by name, once
 
@@ -34,21 +34,10 @@ class BlockShape:
     norm_eps: float
 
 
-class RMSNorm:
-    """``x / sqrt(mean(x^2) + eps) * w`` in float32, rounded once to ``x``'s dtype.
-
-    ``plus_one`` is the Gemma form: the stored weight is added to one.
-    """
-
-    def __init__(self, weight_D: torch.Tensor, *, eps: float, plus_one: bool = False) -> None:
-        weight = weight_D.float()
-        self.weight_D = weight + 1.0 if plus_one else weight
-        self.eps = eps
-
-    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
-        x = x_ND.float()
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        return (x * scale * self.weight_D).to(x_ND.dtype)
+def norm_weight(weight_D: torch.Tensor, *, eps: float, plus_one: bool = False) -> NormWeight:
+    """RMSNorm parameters; ``plus_one`` is the Gemma form, the stored weight is added to one."""
+    weight = weight_D.float()
+    return NormWeight(weight + 1.0 if plus_one else weight, eps)
 
 
 def rope_inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -74,14 +63,6 @@ def rope_inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     return torch.where(is_between, between, scaled)
 
 
-@dataclass(frozen=True)
-class RotaryAngles:
-    """Angles of one batch, ``sin`` signed: ``x * cos + swap_halves(x) * sin`` is the rotation."""
-
-    cos_N1C: torch.Tensor
-    sin_N1C: torch.Tensor
-
-
 class RotaryEmbedding:
     """Half-layout rotary embedding (element ``c`` is paired with ``c + C/2``)."""
 
@@ -93,16 +74,9 @@ class RotaryEmbedding:
         angle = positions_N.to(torch.float32)[:, None] * self._inverse
         cos, sin = angle.cos(), angle.sin()
         return RotaryAngles(
-            torch.cat((cos, cos), -1).to(dtype)[:, None],
-            torch.cat((-sin, sin), -1).to(dtype)[:, None],
+            torch.cat((cos, cos), -1).to(dtype),
+            torch.cat((-sin, sin), -1).to(dtype),
         )
-
-
-def apply_rotary(x_NHC: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
-    """Rotate every head of ``x``; a new tensor of ``x``'s dtype."""
-    first, second = x_NHC.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x_NHC * angles.cos_N1C, swapped, angles.sin_N1C)
 
 
 class DecoderBlock:
@@ -119,18 +93,20 @@ class DecoderBlock:
         take: TensorSource,
         shapes: Mapping[str, tuple[int, ...]],
         *,
+        ops: BlockOps,
         pack: bool,
         plus_one_norms: bool = False,
     ) -> None:
         self.shape = shape
-        self.input_norm: RMSNorm | None = None
-        self.post_attention_norm: RMSNorm | None = None
+        self.ops = ops
+        self.input_norm: NormWeight | None = None
+        self.post_attention_norm: NormWeight | None = None
         if "input_layernorm.weight" in shapes:
-            self.input_norm = RMSNorm(
+            self.input_norm = norm_weight(
                 take("input_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
             )
         if "post_attention_layernorm.weight" in shapes:
-            self.post_attention_norm = RMSNorm(
+            self.post_attention_norm = norm_weight(
                 take("post_attention_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
             )
         attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
@@ -142,6 +118,7 @@ class DecoderBlock:
     def __call__(
         self,
         x_ND: torch.Tensor,
+        delta_ND: torch.Tensor | None,
         angles: RotaryAngles,
         *,
         backend: AttentionBackend,
@@ -149,25 +126,29 @@ class DecoderBlock:
         pool: KVPool,
         layer: int,
     ) -> torch.Tensor:
-        """Residual stream in, residual stream out; ``[N, D]``."""
+        """Update the residual stream ``x`` in place; return what is still to be added to it.
+
+        The sum is left to whoever norms it next (``delta`` here is that of the block before), so
+        that addition and norm are one pass over the rows.
+        """
         shape = self.shape
-        rows = x_ND.shape[0]
-        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        normed = self.input_norm(x_ND) if self.input_norm is not None else x_ND
-        qkv = self.qkv(normed).view(rows, num_heads + 2 * num_kv_heads, shape.head_dim)
-        rotated = apply_rotary(qkv[:, : num_heads + num_kv_heads], angles)
-        attended = backend.run(
-            plan,
-            pool,
-            layer,
-            rotated[:, :num_heads],
-            rotated[:, num_heads:],
-            qkv[:, num_heads + num_kv_heads :],
-        )
-        x_ND = x_ND + self.out(attended.reshape(rows, num_heads * shape.head_dim))
-        normed = self.post_attention_norm(x_ND) if self.post_attention_norm is not None else x_ND
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return x_ND + self.down(F.silu(gate).mul_(up))
+        rows, num_heads = x_ND.shape[0], shape.num_heads
+        num_rotated = num_heads + shape.num_kv_heads
+        normed = self._add_norm(x_ND, delta_ND, self.input_norm)
+        qkv = self.qkv(normed).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
+        self.ops.rotate(qkv, num_rotated, angles)
+        q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)
+        delta_ND = self.out(attended.view(rows, num_heads * shape.head_dim))
+        normed = self._add_norm(x_ND, delta_ND, self.post_attention_norm)
+        return self.down(self.ops.silu_mul(self.gate_up(normed)))
+
+    def _add_norm(
+        self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight | None
+    ) -> torch.Tensor:
+        if norm is not None:
+            return self.ops.add_rms_norm(x_ND, delta_ND, norm)
+        return x_ND if delta_ND is None else x_ND.add_(delta_ND)
 
 
 def _merge(

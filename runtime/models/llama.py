@@ -16,9 +16,10 @@ from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu import Linear, can_pack
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import BlockShape, DecoderBlock, RMSNorm, RotaryEmbedding, TensorSource
+from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, TensorSource, norm_weight
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
+from runtime.ops import BlockOps
 
 
 class LlamaModel(Model):
@@ -35,12 +36,14 @@ class LlamaModel(Model):
         take: TensorSource,
         *,
         backend: AttentionBackend,
+        ops: BlockOps,
         dtype: torch.dtype,
         device: torch.device,
         pack: bool | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
+        self.ops = ops
         self.dtype = dtype
         self.device = device
         self.vocab_size = config.vocab_size
@@ -58,7 +61,7 @@ class LlamaModel(Model):
         else:
             self.lm_head = Linear(take("lm_head.weight"), pack=self.is_packed)
         self.blocks = [self._take_block(take, index) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(take("model.norm.weight"), eps=config.norm_eps)
+        self.final_norm = norm_weight(take("model.norm.weight"), eps=config.norm_eps)
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
@@ -86,9 +89,12 @@ class LlamaModel(Model):
         plan = self.backend.plan(batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype)
         x_ND = self.embed(batch.input_ids_N)
+        delta_ND: torch.Tensor | None = None
         for layer, block in enumerate(self.blocks):
-            x_ND = block(x_ND, angles, backend=self.backend, plan=plan, pool=pool, layer=layer)
-        return self.final_norm(x_ND)
+            delta_ND = block(
+                x_ND, delta_ND, angles, backend=self.backend, plan=plan, pool=pool, layer=layer
+            )
+        return self.ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
@@ -102,5 +108,9 @@ class LlamaModel(Model):
             return take(prefix + name)
 
         return DecoderBlock(
-            self.block_shape, take_local, self.config.block_shapes(), pack=self.is_packed
+            self.block_shape,
+            take_local,
+            self.config.block_shapes(),
+            ops=self.ops,
+            pack=self.is_packed,
         )

@@ -18,10 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.attention.base import AttentionBackend
+from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
+from runtime.cpu_kernels import MAX_GROUP, load_kernels
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
+from runtime.ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +55,14 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend | None = None,
+    use_kernels: bool = True,
     cache_dir: Path | None = None,
 ) -> Target:
     """Resolve, check and load a target.
 
-    ``path``: a Hugging Face directory, a ``.gguf`` file or a built-in name. ``backend`` defaults to
-    :class:`~runtime.attention.sdpa.SdpaBackend`, ``cache_dir`` to :func:`default_cache_dir`.
+    ``path``: a Hugging Face directory, a ``.gguf`` file or a built-in name. On a CPU the fused
+    kernels are used unless ``use_kernels`` is false or they cannot be built; ``backend`` overrides
+    the choice of attention alone. ``cache_dir`` defaults to :func:`default_cache_dir`.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -68,7 +73,15 @@ def load_target(
     def take(name: str) -> torch.Tensor:
         return checkpoint.read(name, dtype=dtype, device=device)
 
-    model = LlamaModel(config, take, backend=backend or SdpaBackend(), dtype=dtype, device=device)
+    kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
+    if kernels is not None and config.num_heads // config.num_kv_heads > MAX_GROUP:
+        logger.warning("more than %d query heads per key head: no fused kernels", MAX_GROUP)
+        kernels = None
+    if backend is None:
+        backend = SdpaBackend() if kernels is None else CpuBackend(kernels)
+    model = LlamaModel(
+        config, take, backend=backend, ops=kernels or TorchOps(), dtype=dtype, device=device
+    )
     return Target(
         model=model,
         config=config,

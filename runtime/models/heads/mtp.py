@@ -20,9 +20,10 @@ from runtime.batch import ForwardBatch
 from runtime.cpu import Linear
 from runtime.head_spec import HeadSpec, check_head_tensors
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import BlockShape, DecoderBlock, RMSNorm, RotaryEmbedding
+from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, norm_weight
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
+from runtime.ops import NormWeight
 
 _LAYER = "layers.0."
 
@@ -45,6 +46,7 @@ class MtpHead(DraftModel):
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
         self.width = spec.hidden_size
+        self.width = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
         self._target = target
         pack = target.is_packed
@@ -53,10 +55,10 @@ class MtpHead(DraftModel):
         def take(name: str) -> torch.Tensor:
             return tensors[name].detach().to(device=self.device, dtype=self.dtype)
 
-        def take_norm(name: str, is_present: bool) -> RMSNorm | None:
+        def take_norm(name: str, is_present: bool) -> NormWeight | None:
             if not is_present:
                 return None
-            return RMSNorm(take(name), eps=spec.norm_eps, plus_one=plus_one)
+            return norm_weight(take(name), eps=spec.norm_eps, plus_one=plus_one)
 
         self.embedding_norm = take_norm("enorm.weight", spec.norms.enorm)
         self.hidden_norm = take_norm("hnorm.weight", spec.norms.hnorm)
@@ -76,12 +78,15 @@ class MtpHead(DraftModel):
                 for name, shape in spec.tensor_shapes().items()
                 if name.startswith(_LAYER)
             },
+            ops=target.ops,
             pack=pack,
             plus_one_norms=plus_one,
         )
         self.draft_vocab_ids: torch.Tensor | None = None
+        self.draft_vocab_size = spec.vocab_size
         self.lm_head = target.lm_head
         if spec.draft_vocab is not None:
+            self.draft_vocab_size = spec.draft_vocab.size
             self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
             self.lm_head = Linear(target.head_rows(self.draft_vocab_ids), pack=pack)
 
@@ -102,24 +107,26 @@ class MtpHead(DraftModel):
         Feed it back as ``hidden_ND`` of the next step, or give rows of it to :meth:`logits`.
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
-        backend = self._target.backend
+        backend, ops = self._target.backend, self._target.ops
         plan = backend.plan(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask:
             is_first = (batch.positions_N == 0)[:, None]
             embedding_ND = embedding_ND.masked_fill_(is_first, 0.0)
-        hidden_ND = batch.hidden_ND.to(self.dtype)
+        hidden_ND = batch.hidden_ND.to(self.dtype).contiguous()
         if self.embedding_norm is not None:
-            embedding_ND = self.embedding_norm(embedding_ND)
+            embedding_ND = ops.add_rms_norm(embedding_ND, None, self.embedding_norm)
         if self.hidden_norm is not None:
-            hidden_ND = self.hidden_norm(hidden_ND)
+            hidden_ND = ops.add_rms_norm(hidden_ND, None, self.hidden_norm)
         if self.spec.concat == "embedding_hidden":
             joined = torch.cat((embedding_ND, hidden_ND), dim=-1)
         else:
             joined = torch.cat((hidden_ND, embedding_ND), dim=-1)
         positions_N = batch.positions_N + self.spec.position_offset
-        x_ND = self.block(
-            self.projection(joined),
+        x_ND = self.projection(joined)
+        delta_ND = self.block(
+            x_ND,
+            None,
             self.rotary.angles(positions_N, self.dtype),
             backend=backend,
             plan=plan,
@@ -127,8 +134,8 @@ class MtpHead(DraftModel):
             layer=0,
         )
         if self.spec.recycle == "post_norm" and self.final_norm is not None:
-            return self.final_norm(x_ND)
-        return x_ND
+            return ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
+        return x_ND.add_(delta_ND)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
@@ -138,7 +145,7 @@ class MtpHead(DraftModel):
         """
         is_normed = self.spec.recycle == "post_norm"
         if self.spec.logits_from == "post_norm" and not is_normed and self.final_norm is not None:
-            hidden_MD = self.final_norm(hidden_MD)
+            hidden_MD = self._target.ops.add_rms_norm(hidden_MD.contiguous(), None, self.final_norm)
         return self.lm_head(hidden_MD)
 
 

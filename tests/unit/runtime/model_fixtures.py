@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -46,6 +48,11 @@ def save_llama(path: Path, *, seed: int = 0, **overrides: object) -> LlamaForCau
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
     return model
+
+
+def kernel_cache() -> Path:
+    """One cache for every test of this user, so that the kernels are compiled once."""
+    return Path(tempfile.gettempdir()) / f"mtp-train-tests-{os.getuid()}"
 
 
 def make_table(*, page_size: int = 16, num_rows: int = 8, num_pages: int = 256) -> SlotTable:

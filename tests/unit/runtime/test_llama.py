@@ -11,6 +11,7 @@ from runtime.batch import BatchMode
 from runtime.models.loader import Target, load_target
 from tests.unit.runtime.model_fixtures import (
     LLAMA3_ROPE,
+    kernel_cache,
     make_batch,
     make_table,
     random_ids,
@@ -31,8 +32,17 @@ VARIANTS = {
 }
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Target:
-    return load_target(path, dtype=dtype, device=CPU, cache_dir=path.parent / "cache")
+KERNELS = [pytest.param(False, id="torch"), pytest.param(True, id="fused")]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, *, use_kernels: bool = False) -> Target:
+    return load_target(
+        path,
+        dtype=dtype,
+        device=CPU,
+        use_kernels=use_kernels,
+        cache_dir=kernel_cache() if use_kernels else path.parent / "cache",
+    )
 
 
 def reference(model: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,17 +52,18 @@ def reference(model: torch.nn.Module, ids: list[int]) -> tuple[torch.Tensor, tor
     return out.hidden_states[-1][0], out.logits[0]
 
 
-@pytest.fixture(scope="module")
-def gqa(tmp_path_factory):
+@pytest.fixture(scope="module", params=KERNELS)
+def gqa(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("gqa") / "model"
     model = save_llama(path)
-    return model, load(path).model
+    return model, load(path, use_kernels=request.param).model
 
 
+@pytest.mark.parametrize("use_kernels", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_prefill_and_decode_equal_transformers(variant, tmp_path):
+def test_prefill_and_decode_equal_transformers(variant, use_kernels, tmp_path):
     hf = save_llama(tmp_path / "model", **VARIANTS[variant])
-    model = load(tmp_path / "model").model
+    model = load(tmp_path / "model", use_kernels=use_kernels).model
     ids = random_ids(70, seed=1)
     hidden, logits = reference(hf, ids)
     table = make_table()
@@ -113,11 +124,12 @@ def test_rejected_rows_are_overwritten_by_the_next_step(gqa):
     assert relative_error(model.forward(batch, table, pool), hidden[21:25]) < 1e-4
 
 
-def test_bf16_error_is_bf16_rounding(tmp_path):
+@pytest.mark.parametrize("use_kernels", KERNELS)
+def test_bf16_error_is_bf16_rounding(use_kernels, tmp_path):
     hf = save_llama(tmp_path / "model")
     ids = random_ids(64, seed=6)
     hidden, _ = reference(hf, ids)
-    model = load(tmp_path / "model", torch.bfloat16).model
+    model = load(tmp_path / "model", torch.bfloat16, use_kernels=use_kernels).model
     table = make_table()
     row, pool = table.acquire_row(), model.new_pool(4096)
     got = model.forward(make_batch(table, [row], [ids], [0]), table, pool)

@@ -1,0 +1,65 @@
+"""Paged attention on the CPU through the fused kernel: keys are read where they lie, by slot.
+
+One call per layer stores the new K/V and attends for every request of the batch, whatever its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.attention.base import AttentionBackend
+from runtime.batch import ForwardBatch
+from runtime.cpu_kernels import CpuKernels
+from runtime.kv_cache import KVPool, SlotTable
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """``requests_B4`` points into ``slots_RT``, the table's own memory: valid for this forward."""
+
+    requests_B4: torch.Tensor
+    write_slots_N: torch.Tensor
+    slots_RT: torch.Tensor
+
+
+class CpuBackend(AttentionBackend):
+    """Float32 and bfloat16. ``SdpaBackend`` is its oracle and its fallback."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def plan(self, batch: ForwardBatch, table: SlotTable) -> CpuPlan:
+        slots_RT = table.slots_RT
+        base, row_bytes = slots_RT.data_ptr(), slots_RT.stride(0) * slots_RT.element_size()
+        described = []
+        start = 0
+        for row, q_len, kv_len in zip(batch.table_rows, batch.q_lens, batch.kv_lens, strict=True):
+            described.append((start, q_len, kv_len, base + row * row_bytes))
+            start += q_len
+        assert start == batch.write_slots_N.shape[0], (
+            f"{start} query rows planned, batch has {batch.write_slots_N.shape[0]}"
+        )
+        return CpuPlan(
+            torch.tensor(described, dtype=torch.int64), batch.write_slots_N.contiguous(), slots_RT
+        )
+
+    def run(
+        self,
+        plan: CpuPlan,
+        pool: KVPool,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NGC: torch.Tensor,
+        v_NGC: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._kernels.attend(
+            q_NHC,
+            k_NGC,
+            v_NGC,
+            write_slots_N=plan.write_slots_N,
+            pool_k=pool.k[layer],
+            pool_v=pool.v[layer],
+            requests_B4=plan.requests_B4,
+        )

@@ -1,0 +1,77 @@
+"""The small operations between a decoder block's products: one interface, torch or fused CPU
+kernels.
+
+Arithmetic is float32 between loads and stores in either. Shape legend: N rows, D model width, X
+heads of any kind, C head width, I MLP width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class NormWeight:
+    """An RMSNorm: float32 weight ``[D]`` (the one in ``1 + w`` already added) and epsilon."""
+
+    weight_D: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class RotaryAngles:
+    """Angles of one batch, both halves, in the model's dtype: ``x * cos + swap_halves(x) * sin``.
+
+    The first half of ``sin`` is negative.
+    """
+
+    cos_NC: torch.Tensor
+    sin_NC: torch.Tensor
+
+
+class BlockOps(ABC):
+    """What a decoder block computes besides linear products and attention."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight
+    ) -> torch.Tensor:
+        """Add ``delta`` to the residual stream ``x`` *in place*; return ``x``'s RMSNorm.
+
+        ``x / sqrt(mean(x^2) + eps) * w`` in float32, rounded once to ``x``'s dtype.
+        """
+
+    @abstractmethod
+    def rotate(self, qkv_NXC: torch.Tensor, num_rotated: int, angles: RotaryAngles) -> None:
+        """Rotate the first ``num_rotated`` heads in place; ``c`` is paired with ``c + C/2``."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up_N2I: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``, ``[N, I]``; gate is the first half of the columns."""
+
+
+class TorchOps(BlockOps):
+    """Any device; also the reference of the fused kernels."""
+
+    def add_rms_norm(
+        self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight
+    ) -> torch.Tensor:
+        if delta_ND is not None:
+            x_ND.add_(delta_ND)
+        x = x_ND.float()
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+        return (x * scale * norm.weight_D).to(x_ND.dtype)
+
+    def rotate(self, qkv_NXC: torch.Tensor, num_rotated: int, angles: RotaryAngles) -> None:
+        x = qkv_NXC[:, :num_rotated]
+        first, second = x.chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        x.mul_(angles.cos_NC[:, None]).addcmul_(swapped, angles.sin_NC[:, None])
+
+    def silu_mul(self, gate_up_N2I: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up_N2I.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
