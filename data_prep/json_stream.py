@@ -33,8 +33,9 @@ class Damage:
 def read_json_records(path: Path, *, is_record: frozenset[str]) -> Iterator[Any | Damage]:
     """Yield the objects of a JSON array or of JSON lines, and a :class:`Damage` per broken part.
 
-    After damage, reading goes on at the next object that has one of the keys ``is_record``
-    (so that the inner objects of a broken record are not taken for records).
+    After damage, reading goes on at the next object that has the keys of ``is_record`` that the
+    records before had (any one, if there were none): the inner objects of a broken record are not
+    taken for records.
     """
     with _open_text(path) as stream:
         if _is_json_lines(path):
@@ -87,6 +88,7 @@ def _read_lines(stream: IO[str]) -> Iterator[Any | Damage]:
 def _read_values(stream: IO[str], is_record: frozenset[str]) -> Iterator[Any | Damage]:
     window = _Window(stream)
     decoder = json.JSONDecoder()
+    expected: frozenset[str] = frozenset()
     while True:
         window.skip(_BETWEEN)
         if window.at_end:
@@ -98,18 +100,25 @@ def _read_values(stream: IO[str], is_record: frozenset[str]) -> Iterator[Any | D
             if pending < MAX_RECORD_CHARS and window.extend():
                 continue
             start = window.offset + window.position
-            found = _resynchronise(window, decoder, is_record)
+            found = _resynchronise(window, decoder, expected, is_record)
             where = f"characters {start} to {window.offset + window.position}"
             reason = str(error).split(":")[0]
             yield Damage(f"{where}: {reason}" + ("" if found else " (end of file)"), f"at-{start}")
             continue
         window.position = end
+        if isinstance(value, dict):
+            expected = is_record & value.keys()
         yield value
     if window.failure:
         yield Damage(window.failure, f"at-{window.offset + window.position}")
 
 
-def _resynchronise(window: _Window, decoder: json.JSONDecoder, is_record: frozenset[str]) -> bool:
+def _resynchronise(
+    window: _Window,
+    decoder: json.JSONDecoder,
+    expected: frozenset[str],
+    is_record: frozenset[str],
+) -> bool:
     """Move to the next complete record after a damaged one; to the end if there is none."""
     position = window.position + 1
     while True:
@@ -130,7 +139,8 @@ def _resynchronise(window: _Window, decoder: json.JSONDecoder, is_record: frozen
             else:
                 position += 1
             continue
-        if isinstance(value, dict) and is_record & value.keys():
+        keys = value.keys() if isinstance(value, dict) else frozenset()
+        if is_record & keys and expected <= keys:
             window.position = position
             return True
         position += 1

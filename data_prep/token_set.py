@@ -147,7 +147,9 @@ class TokenSetWriter:
         shown = not are_progress_bars_disabled()
         disable_progress_bars()
         try:
-            Dataset(table).save_to_disk(str(scratch))
+            # Without a shard an empty split could not be loaded again.
+            shards = None if self.num_rows else 1
+            Dataset(table).save_to_disk(str(scratch), num_shards=shards)
         finally:
             if shown:
                 enable_progress_bars()
