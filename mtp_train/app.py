@@ -51,6 +51,9 @@ def run_command(command: str, stage: Stage) -> NoReturn:
             app(job)()
     except (HydraException, OmegaConfBaseException) as error:
         refuse(_explain(error))
+    except BrokenPipeError:  # `mtp train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     sys.exit(max(codes, default=0))
 
 
