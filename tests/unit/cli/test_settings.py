@@ -75,6 +75,7 @@ def test_values_get_the_declared_types() -> None:
         ("trainer.betas", [0.9], r"expected 2 values, got 1$"),
         ("trainer.schedule", "lineer", r"allowed are linear, cosine, wsd; did you mean linear\?$"),
         ("deepspeed.zero_stage", 4, r"^deepspeed\.zero_stage=4: allowed are 0, 1, 2, 3"),
+        ("deepspeed.zero_stage", True, r"^deepspeed\.zero_stage=True: allowed are 0, 1, 2, 3"),
         ("run.name", "???", r"^run\.name: not set; give it a value, as in run\.name="),
         ("run.name", "../up", r"one plain folder name"),
         ("run.name", ".hidden", r"one plain folder name"),
