@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mtp_train.config import Config
+from mtp_train.errors import StageRefusedError
 from mtp_train.settings import ConfigError, known_keys, load_config, unknown_key_message
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _run_stage(config: Config, stage: Stage, *, in_sweep: bool) -> int:
         return stage(config)
     except KeyboardInterrupt:
         refuse("interrupted; the same command goes on from here", code=130)
-    except ValueError as error:
+    except (ValueError, StageRefusedError) as error:
         log = RunDirectory.from_config(config).error_file
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc())

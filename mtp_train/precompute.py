@@ -1,4 +1,4 @@
-"""The dump stage: hidden states of every row of the token set, into the feature store.
+"""`mtp precompute`: hidden states of every row of the token set, into the feature store.
 
 Work is what the token set wants minus what the store holds, cut into groups of one shard each.
 Groups follow the order of sample ids, which are hashes: every shard is a random sample of the
@@ -309,3 +309,14 @@ def cut_into_groups(
 
 def _allowed_bad(config: Config, split: _Split) -> int:
     return int(config.features.max_nonfinite_share * len(split.rows.lengths))
+
+
+def main() -> None:
+    from mtp_train.app import run_command
+    from mtp_train.stages import run_precompute
+
+    run_command("precompute", run_precompute)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.app import dump_config
@@ -19,9 +21,9 @@ from mtp_train.config import Config
 from mtp_train.run_dir import RunDirectory, write_json_atomic
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
+    from data_prep.regenerate import HiddenSink
     from mtp_train.distributed import ProcessGroup
     from mtp_train.events import EventLog
     from mtp_train.validate.report import LadderReport
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DATA_TIMEOUT_S = 7 * 24 * 3600.0  # other ranks wait while the leader prepares or regenerates
+_PREVIEW_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -68,25 +71,11 @@ def open_stage(config: Config, stage: str, *, timeout_s: float = 1800.0) -> Iter
 
 
 def run_data(config: Config) -> int:
-    """Prompts to token sets, on the first rank."""
-    from data_prep.pipeline import prepare
-    from mtp_train.targets import load_tokenizer, target_directory
-    from runtime.seeds import derive_seed
+    """Prompts to token sets, on the first rank; shows statistics and a preview."""
+    from mtp_train.distributed import run_on_leader
 
     with open_stage(config, "data", timeout_s=_DATA_TIMEOUT_S) as scope:
-        if scope.group.is_leader:
-            tokenizer = load_tokenizer(config.target, target_directory(config.target))
-            engine = None
-            if config.data.regenerate.enabled:
-                engine = _regeneration_engine(config, scope.group.device, tokenizer)
-            prepare(
-                config.data,
-                out_dir=scope.run.data,
-                tokenizer=tokenizer,
-                seed=derive_seed(config.seed, "data"),
-                engine=engine,
-            )
-        scope.group.barrier()
+        run_on_leader(scope.group, lambda: _prepare_data(config, scope))
     return 0
 
 
@@ -95,7 +84,7 @@ def run_precompute(config: Config) -> int:
     from mtp_train.precompute import run
 
     with open_stage(config, "precompute") as scope:
-        run(config, group=scope.group)
+        run(config, group=scope.group, console=scope.console)
     return 0
 
 
@@ -119,18 +108,85 @@ def run_validate(config: Config) -> int:
     return 0 if report.passed else 1
 
 
-def _regeneration_engine(config: Config, device: torch.device, tokenizer: Any) -> Engine:
-    """A plain decoding engine for the target's answers."""
+def _prepare_data(config: Config, scope: StageScope) -> None:
+    from data_prep.chat import load_chat_format
+    from data_prep.pipeline import prepare
+    from data_prep.statistics import preview, statistics_tables
+    from data_prep.token_set import load_token_set
+    from mtp_train.features.target import target_directory
+    from mtp_train.targets import load_tokenizer
+    from runtime.seeds import derive_seed
+
+    directory = target_directory(config.target)
+    tokenizer = load_tokenizer(config.target, directory)
+    with ExitStack() as stack:
+        answering = _Answering()
+        if config.data.regenerate.enabled and not config.data.path:
+            answering = _open_answering(config, scope, directory, tokenizer, stack)
+        report = prepare(
+            config.data,
+            out_dir=scope.run.data,
+            tokenizer=tokenizer,
+            seed=derive_seed(config.seed, "data"),
+            engine=answering.engine,
+            target_fingerprint=answering.target_fingerprint,
+            hidden_sink=answering.hidden_sink,
+        )
+    chat = load_chat_format(
+        tokenizer,
+        template_path=config.data.chat_template,
+        kwargs=config.data.chat_template_kwargs,
+    )
+    rows = islice(load_token_set(report.path).rows("train"), _PREVIEW_ROWS)
+    scope.console.print(statistics_tables(report.splits, report.rejects))
+    scope.console.print(preview(list(rows), chat))
+    scope.events.write(
+        "token_set", fingerprint=report.fingerprint, is_new=report.is_new, splits=report.splits
+    )
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """What regeneration needs; empty when the recorded answers are used."""
+
+    engine: Engine | None = None
+    target_fingerprint: str = ""
+    hidden_sink: HiddenSink | None = None
+
+
+def _open_answering(
+    config: Config, scope: StageScope, directory: Path, tokenizer: Any, stack: ExitStack
+) -> _Answering:
+    """A plain decoding engine for the target's answers; its features are kept if asked for.
+
+    A capture is closed with ``stack``.
+    """
+    from mtp_train.capture import open_capture
+    from mtp_train.features.sources import RuntimeSource
+    from mtp_train.features.target import cache_directory
+    from mtp_train.features.workbench import load_workbench
     from mtp_train.targets import open_target
     from runtime.cpu import set_threads
     from runtime.engine import Engine
+    from runtime.models.config import load_config
+    from runtime.models.loader import fingerprint_target
 
-    set_threads(config.runtime.num_threads)
-    target = open_target(config.target, device=device)
-    settings = replace(config.runtime, device=str(device), num_draft_tokens=0)
-    return Engine(
-        target.model,
-        config=settings,
-        eos_token_ids=target.eos_token_ids,
+    device = scope.group.device
+    sink = None
+    if config.data.regenerate.capture_features:
+        max_len = config.data.max_tokens
+        bench = load_workbench(config, directory, group=scope.group, max_len=max_len)
+        assert isinstance(bench.source, RuntimeSource), "other sources are refused with captures"
+        model = bench.source.model
+        sink = stack.enter_context(open_capture(config, directory, bench, group=scope.group))
+    else:
+        set_threads(config.runtime.num_threads)
+        model = open_target(config.target, device=device).model
+    engine = Engine(
+        model,
+        config=replace(config.runtime, device=str(device), num_draft_tokens=0),
+        eos_token_ids=load_config(directory).eos_token_ids,
         tokenizer=tokenizer,
     )
+    fingerprint = fingerprint_target(directory, cache_dir=cache_directory(config.target))
+    return _Answering(engine, fingerprint, sink)

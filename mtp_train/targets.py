@@ -1,7 +1,4 @@
-"""The configured target: its directory, its tokenizer, and the loaded model.
-
-The only place that turns ``target.*`` of the configuration into the runtime's loading arguments.
-"""
+"""The configured target, opened: the loaded model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,28 +8,8 @@ from typing import Any
 import torch
 
 from mtp_train.config import TargetConfig
-from runtime.cpu import best_dtype
-from runtime.models.loader import Target, default_cache_dir, load_target, resolve_target
-
-
-def cache_directory(config: TargetConfig) -> Path:
-    """Where converted targets and fingerprints are kept."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-
-
-def target_directory(config: TargetConfig) -> Path:
-    """The Hugging Face directory of the target; a GGUF file is converted first (once).
-
-    Raises ``ValueError`` when nothing is there.
-    """
-    return resolve_target(config.path, cache_dir=cache_directory(config))
-
-
-def target_dtype(config: TargetConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU and where the processor computes in it, else float32."""
-    if config.dtype == "auto":
-        return best_dtype() if device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+from mtp_train.features.target import cache_directory, target_dtype
+from runtime.models.loader import Target, load_target
 
 
 def open_target(config: TargetConfig, *, device: torch.device) -> Target:

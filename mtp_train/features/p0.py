@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.config import Codec
+from mtp_train.errors import StageRefusedError
 from mtp_train.features.codecs import decode, encode
 from mtp_train.features.manifest import Comparison, P0Figures
 from mtp_train.features.shards import FeatureSample
@@ -37,7 +38,7 @@ _ERROR_FACTOR = 2.0
 DECODE, HUGGINGFACE, DECODE_ERROR = "decode", "huggingface", "decode_error"
 
 
-class P0Error(RuntimeError):
+class P0Error(StageRefusedError):
     """The dumped states are not what the runtime feeds, or the codec costs too much."""
 
 

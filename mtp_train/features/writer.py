@@ -18,6 +18,7 @@ from types import TracebackType
 
 import torch
 
+from mtp_train.errors import StageRefusedError
 from mtp_train.features.codecs import storable_rows
 from mtp_train.features.manifest import (
     MANIFEST_NAME,
@@ -43,7 +44,7 @@ _MAX_WAITING = 2
 ShardCheck = Callable[[Sequence[FeatureSample]], P0Figures]
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(StageRefusedError):
     """More samples with NaN or infinite rows than allowed."""
 
 

@@ -158,7 +158,6 @@ class RuntimeValidator:
 def build_validator(config: Config, *, target: Target, group: ProcessGroup) -> RuntimeValidator:
     """The validator over the token set that ``config`` names."""
     from data_prep.token_set import load_token_set
-
     from mtp_train.run_dir import RunDirectory
 
     token_set = load_token_set(RunDirectory.from_config(config).data)

@@ -1,0 +1,159 @@
+"""Data and precompute as the commands run them, on a tiny target with a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.token_set import load_token_set
+from mtp_train.capture import open_capture
+from mtp_train.config import Config
+from mtp_train.distributed import SingleProcessGroup
+from mtp_train.events import read_events
+from mtp_train.features.reader import FeatureReader
+from mtp_train.features.sources import RuntimeSource, load_hugging_face
+from mtp_train.features.workbench import load_workbench
+from mtp_train.features.writer import NonFiniteError
+from mtp_train.run_dir import RunDirectory
+from mtp_train.settings import load_config
+from mtp_train.stages import run_data, run_precompute
+from runtime.request import HiddenRows
+from tests.unit.runtime.model_fixtures import save_llama
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama over bytes, which ends its turns now and then."""
+    path = tmp_path_factory.mktemp("target") / "model"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = TEMPLATE
+    save_llama(path, vocab_size=len(vocabulary), eos_token_id=2)
+    fast.save_pretrained(path)
+    return path
+
+
+def make_config(root: Path, target: Path, **data: Any) -> Config:
+    source = root / "prompts.jsonl"
+    prompts = [f"question number {index}" for index in range(16)]
+    if not source.exists():
+        source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    regenerate = {"enabled": True, "max_tokens": 6, "capture_features": True}
+    return load_config(
+        {
+            "run": {"name": "tiny", "root": str(root / "runs")},
+            "target": {
+                "path": str(target),
+                "dtype": "float32",
+                "device": "cpu",
+                "cache_dir": str(root / "cache"),
+            },
+            "data": {
+                "sources": [str(source)],
+                "validation_share": 0.3,
+                "max_tokens": 128,
+                "regenerate": regenerate,
+            }
+            | data,
+            "features": {
+                "codec": "fp32",
+                "shard_tokens": 150,
+                "max_batch_tokens": 64,
+                "p0_rows_per_sample": 3,
+            },
+            "runtime": {"num_threads": 1, "max_model_len": 256, "num_pages": 256},
+        }
+    )
+
+
+def test_captured_features_are_those_of_the_model_and_leave_precompute_nothing_to_do(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, target)
+    run = RunDirectory.from_config(config)
+    assert run_data(config) == 0
+    printed = capsys.readouterr().out
+    assert "token set" in printed
+    assert "generated" in printed  # the preview
+    oracle = load_hugging_face(target, dtype=torch.float32, device=torch.device("cpu"))
+    token_set = load_token_set(run.data)
+    for split in ("train", "validation"):
+        reader = FeatureReader(run.features / split)
+        rows = {row.sample_id: row for row in token_set.rows(split)}
+        assert rows
+        assert set(reader.sample_ids) == set(rows)
+        for index in range(len(reader)):
+            sample = reader.get(index)
+            row = rows[sample.sample_id]
+            assert tuple(sample.input_ids.tolist()) == row.input_ids[:-1]
+            assert tuple(sample.loss_mask.tolist()) == row.loss_mask[:-1]
+            with torch.no_grad():
+                states_TD = oracle.model(sample.input_ids[None]).last_hidden_state[0]
+            torch.testing.assert_close(sample.hidden, states_TD, rtol=1e-4, atol=1e-4)
+
+    assert run_precompute(config) == 0
+    finished = list(read_events(run.events_file, stage="precompute", event="split_finished"))
+    assert [event["num_computed"] for event in finished] == [0, 0]
+
+
+def test_a_stage_leaves_its_records_and_is_not_repeated(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, target)
+    run = RunDirectory.from_config(config)
+    run_data(config)
+    files = {file: file.stat().st_mtime_ns for file in run.data.rglob("*.arrow")}
+    versions = json.loads(run.versions_file.read_text())
+    assert versions["data"]["packages"]["torch"] == torch.__version__
+    assert "regenerate" in run.config_file.read_text()
+    run_data(config)
+    assert {file: file.stat().st_mtime_ns for file in run.data.rglob("*.arrow")} == files
+    names = [(event["stage"], event["event"]) for event in read_events(run.events_file)]
+    assert (
+        names
+        == [
+            ("data", "stage_started"),
+            ("data", "token_set"),
+            ("data", "stage_finished"),
+        ]
+        * 2
+    )
+    other = replace(config, data=replace(config.data, max_tokens=100))
+    with pytest.raises(ValueError, match="max_tokens"):
+        run_data(other)
+
+
+def test_a_capture_with_non_finite_states_is_refused(tmp_path: Path, target: Path) -> None:
+    config = make_config(tmp_path, target)
+    group = SingleProcessGroup(torch.device("cpu"))
+    run_data(make_config(tmp_path, target, regenerate={"enabled": True, "max_tokens": 6}))
+    row = next(load_token_set(RunDirectory.from_config(config).data).rows("train"))
+    bench = load_workbench(config, target, group=group, max_len=128)
+    assert isinstance(bench.source, RuntimeSource)
+    hidden_TD = torch.full((len(row.input_ids) - 1, 32), torch.nan)
+    states = HiddenRows("0", row.input_ids[:-1], hidden_TD)
+    with (
+        pytest.raises(NonFiniteError, match="1 of 1 samples"),
+        open_capture(config, target, bench, group=group) as sink,
+    ):
+        sink(states, row, "train")
