@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -146,13 +146,9 @@ class ChatFormat:
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelled out, nothing tidied up."""
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return decode_ids(self.tokenizer, ids)
 
     def answer_ids(self, encoded_answer: Sequence[int]) -> list[int]:
         """Cut an encoded :attr:`TurnText.answer` after the token that ends the turn.
@@ -242,6 +238,15 @@ class ChatFormat:
                 f"would never stop (an answer is rendered as {probe!r})"
             )
         return frozenset(token for token in ends if token is not None)
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Text of ``ids``, special tokens spelled out, nothing tidied up."""
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def load_chat_format(

@@ -67,8 +67,6 @@ class DataConfig:
     regenerate: RegenerateConfig = RegenerateConfig()
 
     def __post_init__(self) -> None:
-        if not self.sources and not self.path:
-            raise ValueError("data.sources is empty: name at least one source, or set data.path")
         for name in (
             "max_conversations",
             "max_tokens_total",

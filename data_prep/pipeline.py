@@ -138,7 +138,7 @@ def prepare(
     rejects = list(records.rejects)
     output = _Output(
         {split: TokenSetWriter() for split in _SPLITS},
-        {split: StatisticsCounter(chat) for split in _SPLITS},
+        {split: StatisticsCounter(chat.decode) for split in _SPLITS},
         config.max_tokens_total,
     )
     with Progress(len(records.conversations), enabled=progress) as bar:
@@ -180,6 +180,8 @@ def _check_arguments(
 ) -> None:
     if config.path:
         return
+    if not config.sources:
+        raise ValueError("data.sources is empty: name at least one source, or set data.path")
     if config.regenerate.enabled and (engine is None or not target_fingerprint):
         raise ValueError(
             "data.regenerate.enabled=true needs an engine and the target's fingerprint: "

@@ -256,6 +256,11 @@ def test_prompts_alone_need_regeneration(tmp_path: Path, tiny: Any) -> None:
         run(tmp_path, tiny, DataConfig(sources=(str(path),)))
 
 
+def test_nothing_to_read_is_refused(tmp_path: Path, tiny: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.sources is empty"):
+        run(tmp_path, tiny, DataConfig(sources=()))
+
+
 def test_a_shared_set_is_checked_and_reported(tmp_path: Path, tiny: Any) -> None:
     first, _ = run(tmp_path, tiny)
     shared = DataConfig(path=str(first.path))
@@ -274,7 +279,6 @@ def test_a_shared_set_is_checked_and_reported(tmp_path: Path, tiny: Any) -> None
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"sources": ()}, "data.sources is empty"),
         ({"max_turns": -1}, "data.max_turns=-1"),
         ({"max_tokens": 4, "min_tokens": 8}, "data.max_tokens=4"),
         ({"validation_share": 1.0}, "data.validation_share=1.0"),

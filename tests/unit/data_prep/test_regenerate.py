@@ -349,3 +349,64 @@ def test_an_empty_answer_ends_the_conversation(tmp_path: Path, source: Path, tin
     assert all(spans(engine, row) == ["<|im_end|>"] for row in rows)
     assert report.rejects == {"after_empty_answer": len(TALKS)}
     assert Message("assistant", "").is_empty
+
+
+# -- the real engine ------------------------------------------------------------------------------
+
+
+def test_the_engines_answers_and_states_arrive_unchanged(
+    tmp_path: Path, source: Path, tiny: Any
+) -> None:
+    import torch
+
+    from runtime.config import EngineConfig
+    from runtime.engine import Engine
+    from runtime.models.loader import load_target
+    from tests.unit.runtime.model_fixtures import save_llama
+
+    save_llama(tmp_path / "target", vocab_size=len(tiny), eos_token_id=tiny.eos_token_id)
+    target = load_target(str(tmp_path / "target"), dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(
+        target.model,
+        config=EngineConfig(
+            dtype="float32", num_threads=1, max_running=4, num_pages=64, max_model_len=512
+        ),
+        eos_token_ids=[tiny.eos_token_id],
+    )
+    seen: dict[str, HiddenRows] = {}
+
+    def sink(hidden: HiddenRows, row: TokenRow, split: Split) -> None:
+        assert hidden.token_ids == row.input_ids[:-1]
+        seen[row.sample_id] = hidden
+
+    # Sampled, so that a random model ends its turn now and then.
+    settings = replace(
+        config(source, max_tokens=24, temperature=1.0, capture_features=True), min_tokens=1
+    )
+    prepare(
+        settings,
+        out_dir=tmp_path / "out",
+        tokenizer=tiny,
+        seed=1,
+        engine=engine,
+        target_fingerprint=target.fingerprint,
+        hidden_sink=sink,
+        progress=False,
+    )
+    token_set = load_token_set(tmp_path / "out")
+    rows = [*token_set.rows("train"), *token_set.rows("validation")]
+    assert {row.sample_id for row in rows} == set(seen)
+    assert len(rows) >= len(TALKS)
+    for row in rows:
+        answer = row.input_ids[len(prompt_ids(row)) :]
+        assert row.loss_mask == (False,) * len(prompt_ids(row)) + (True,) * len(answer)
+        assert row.cut_off == (tiny.eos_token_id not in answer)
+        assert len(answer) == 24 if row.cut_off else answer.index(tiny.eos_token_id) + 1
+    recomputed = {
+        hidden.token_ids: hidden.hidden_TD
+        for hidden in engine.forward_hidden([row.input_ids[:-1] for row in rows])
+    }
+    for hidden in seen.values():
+        torch.testing.assert_close(
+            hidden.hidden_TD, recomputed[hidden.token_ids], rtol=1e-4, atol=1e-4
+        )
