@@ -148,7 +148,11 @@ class ChatFormat:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens spelled out, nothing tidied up."""
-        return decode_ids(self.tokenizer, ids)
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
     def answer_ids(self, encoded_answer: Sequence[int]) -> list[int]:
         """Cut an encoded :attr:`TurnText.answer` after the token that ends the turn.
@@ -238,15 +242,6 @@ class ChatFormat:
                 f"would never stop (an answer is rendered as {probe!r})"
             )
         return frozenset(token for token in ends if token is not None)
-
-
-def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of ``ids``, special tokens spelled out, nothing tidied up."""
-    text = tokenizer.decode(
-        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    assert isinstance(text, str)
-    return text
 
 
 def load_chat_format(

@@ -138,7 +138,7 @@ def prepare(
     rejects = list(records.rejects)
     output = _Output(
         {split: TokenSetWriter() for split in _SPLITS},
-        {split: StatisticsCounter(chat.decode) for split in _SPLITS},
+        {split: StatisticsCounter(chat) for split in _SPLITS},
         config.max_tokens_total,
     )
     with Progress(len(records.conversations), enabled=progress) as bar:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from data_prep.chat import decode_ids
+from data_prep.chat import ChatFormat
 from data_prep.pipeline import DataReport
 from data_prep.statistics import preview, statistics_tables
 from data_prep.token_set import load_token_set
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def describe(report: DataReport, *, tokenizer: Any, num_preview_rows: int = 2) -> RenderableType:
+def describe(report: DataReport, chat: ChatFormat, *, num_preview_rows: int = 2) -> RenderableType:
     """Statistics, rejects, notes, and the first training rows with the mask in colour."""
     from rich.console import Group
     from rich.text import Text
@@ -25,6 +24,6 @@ def describe(report: DataReport, *, tokenizer: Any, num_preview_rows: int = 2) -
     return Group(
         statistics_tables(report.splits, report.rejects),
         *(Text(f"note: {note}", style="yellow") for note in report.notes),
-        preview(rows, partial(decode_ids, tokenizer)),
+        preview(rows, chat),
         Text(f"{report.path}: {state}; fingerprint {report.fingerprint[:16]}"),
     )

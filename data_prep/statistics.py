@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -15,8 +15,7 @@ from data_prep.token_set import TokenRow
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Decode = Callable[[Sequence[int]], str]
-"""Text of token ids with special tokens spelled out."""
+    from data_prep.chat import ChatFormat
 
 _SCRIPT_SAMPLE_ROWS = 2000
 _SHADES = ("black on green3", "black on green1")
@@ -56,8 +55,8 @@ class SplitStatistics:
 class StatisticsCounter:
     """Counts rows one by one, so that they need not stay in memory."""
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
         self._row_lens: list[int] = []
         self._prompt_lens: list[int] = []
         self._answer_lens: list[int] = []
@@ -76,7 +75,7 @@ class StatisticsCounter:
         self._conversations.add(row.conversation_id)
         if len(self._row_lens) <= _SCRIPT_SAMPLE_ROWS:
             for start, end in spans:
-                self._characters.update(self._decode(row.input_ids[start:end]))
+                self._characters.update(self._chat.decode(row.input_ids[start:end]))
 
     def result(self) -> SplitStatistics:
         return SplitStatistics(
@@ -123,7 +122,7 @@ def reject_counts(rejects: Iterable[Reject]) -> dict[str, int]:
     return dict(Counter(reject.reason for reject in rejects).most_common())
 
 
-def preview(rows: Iterable[TokenRow], decode: Decode, *, max_tokens: int = 200) -> RenderableType:
+def preview(rows: Iterable[TokenRow], chat: ChatFormat, *, max_tokens: int = 200) -> RenderableType:
     """Rows as text: tokens under the mask on green (two shades, one per token), the rest dim.
 
     Shows the end of each prompt and the start of its answer, ``max_tokens`` in all per row.
@@ -139,7 +138,7 @@ def preview(rows: Iterable[TokenRow], decode: Decode, *, max_tokens: int = 200) 
         end = min(len(row.input_ids), start + max_tokens)
         text = Text("… " if start else "", style="dim")
         shade = 0
-        for piece, flag in _pieces(row, decode, start, end):
+        for piece, flag in _pieces(row, chat, start, end):
             shade = 1 - shade
             # A token that is only a line break would be invisible.
             shown = piece.replace("\n", "⏎\n") if flag else piece
@@ -183,13 +182,13 @@ def statistics_tables(
     return Columns([table, reasons])
 
 
-def _pieces(row: TokenRow, decode: Decode, start: int, end: int) -> list[tuple[str, bool]]:
+def _pieces(row: TokenRow, chat: ChatFormat, start: int, end: int) -> list[tuple[str, bool]]:
     """Text and mask flag per token; tokens that hold half a character are shown together."""
     pieces: list[tuple[str, bool]] = []
     pending: list[int] = []
     for index in range(start, end):
         pending.append(row.input_ids[index])
-        text = decode(pending)
+        text = chat.decode(pending)
         flag = row.loss_mask[index]
         is_last = index + 1 == end or row.loss_mask[index + 1] != flag
         if not text.endswith("\ufffd") or is_last:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from data_prep.chat import decode_ids
+from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
 from data_prep.pipeline import prepare
 from data_prep.report import describe
@@ -23,7 +22,7 @@ def row(tiny: Any, prompt: str, answer: str, **kwargs: Any) -> TokenRow:
 
 
 def test_figures_equal_a_hand_count(tiny: Any) -> None:
-    counter = StatisticsCounter(partial(decode_ids, tiny))
+    counter = StatisticsCounter(ChatFormat(tiny))
     for index in range(1, 11):
         mask = (False,) * 5 + (True,) * index + (False,) * 2 + (True,) * 3
         source = "a" if index <= 7 else "b"
@@ -43,7 +42,7 @@ def test_figures_equal_a_hand_count(tiny: Any) -> None:
 
 
 def test_scripts_count_letters_under_the_mask(tiny: Any) -> None:
-    counter = StatisticsCounter(partial(decode_ids, tiny))
+    counter = StatisticsCounter(ChatFormat(tiny))
     counter.add(row(tiny, "абв only in the prompt", "ab 12, 漢字 かな 한국 αβ"))
     assert counter.result().scripts == {
         script: pytest.approx(0.2) for script in ("Latin", "Han", "Hiragana", "Hangul", "Greek")
@@ -62,7 +61,7 @@ def test_spans_are_the_runs_of_the_mask(mask: str, spans: list[tuple[int, int]])
 def test_the_preview_colours_exactly_the_generated_tokens(tiny: Any) -> None:
     console = Console(width=80, record=True, force_terminal=True, color_system="truecolor")
     shown = row(tiny, "the prompt ", "answer 👍 ok", cut_off=True)
-    console.print(preview([shown], partial(decode_ids, tiny)))
+    console.print(preview([shown], ChatFormat(tiny)))
     html = console.export_html(inline_styles=True)
     coloured = "".join(
         part.split(">", 1)[1].split("<")[0] for part in html.split("<span") if "background" in part
@@ -77,7 +76,7 @@ def test_the_report_shows_figures_rejects_and_rows(tmp_path: Path, tiny: Any) ->
     config = DataConfig(sources=(str(path),), validation_share=0)
     report = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1, progress=False)
     console = Console(width=120, record=True)
-    console.print(describe(report, tokenizer=tiny))
+    console.print(describe(report, ChatFormat(tiny)))
     text = console.export_text()
     assert "no_answer" in text
     assert "validation split is empty" in text
