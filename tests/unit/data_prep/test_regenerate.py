@@ -270,6 +270,26 @@ def test_a_row_ends_where_the_recorded_results_do_not_fit(
     assert report.rejects == {reason: 1}
 
 
+def test_regenerated_thoughts_leave_the_history_as_the_template_says(
+    tmp_path: Path, qwen3: Any
+) -> None:
+    engine = FakeEngine(
+        qwen3, lambda prompt, request: f"<think>\nhm {len(prompt)}\n</think>\n\nyes"
+    )
+    source = write_sharegpt(tmp_path / "s.json", {"a_0": ["one?", "recorded", "two?", "more"]})
+    _, rows = run(replace(config(source), validation_share=0), tmp_path / "out", engine)
+    history = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "yes"}]
+    history.append({"role": "user", "content": "two?"})
+    for row, messages in zip(rows, (history[:1], history), strict=True):
+        served = qwen3.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert prompt_ids(row) == tuple(served)
+        (text,) = spans(engine, row)
+        assert text.startswith("<think>\nhm ")
+        assert text.endswith("\n</think>\n\nyes<|im_end|>")
+
+
 # -- crashes --------------------------------------------------------------------------------------
 
 CRASHING = """
