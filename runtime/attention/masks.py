@@ -6,6 +6,8 @@ everything with a prefix uses an explicit mask from here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,3 +24,17 @@ def causal_mask(
     return torch.zeros(q_len, kv_len, dtype=dtype, device=device).masked_fill_(
         hidden, float("-inf")
     )
+
+
+def padded_causal_mask(
+    q_len: int, kv_lens: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Additive masks ``[B, q_len, max(kv_lens)]`` of requests with ``q_len`` rows each.
+
+    Keys past a request's own length are hidden from all of its rows.
+    """
+    assert 0 < q_len <= min(kv_lens), f"{q_len} query rows over {min(kv_lens)} keys"
+    lens = torch.tensor(kv_lens).to(device, non_blocking=True)
+    rows = lens[:, None] - q_len + torch.arange(q_len, device=device)
+    hidden = torch.arange(max(kv_lens), device=device) > rows[:, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -372,6 +372,14 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
   const V lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (long start = 0; start < kv_end; start += kKeyBlock) {
     const long count = std::min<long>(kKeyBlock, kv_end - start);
+    // Rows of one head are short and far apart: without this the block waits for memory.
+    for (long j = start + kKeyBlock; j < std::min(start + 2 * kKeyBlock, kv_end); j++) {
+      const long at = request.slots[j] * kv_stride + task.kv_head * c;
+      for (long i = 0; i < c; i += 64 / (long)sizeof(T)) {
+        __builtin_prefetch(pool_k + at + i, 0, 2);
+        __builtin_prefetch(pool_v + at + i, 0, 2);
+      }
+    }
     const T* v_rows[kKeyBlock];
     const uint32_t* k_rows[kKeyBlock];
     for (long j = 0; j < kKeyBlock; j++) {

@@ -188,7 +188,7 @@ class Checkpoint:
     def read(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One tensor, converted and moved; nothing of the file stays mapped."""
         with safe_open(self._file_of[name], framework="pt") as handle:
-            return handle.get_tensor(name).to(device=device, dtype=dtype)
+            return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)
 
     def _check_tied(self, path: Path) -> None:
         cpu = torch.device("cpu")

@@ -1,0 +1,73 @@
+"""Packed linear weights, threads and the dtype probe."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runtime import cpu
+from runtime.cpu import Linear, best_dtype, can_pack, count_physical_cores, set_threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_linear_equals_plain(dtype, has_bias, rows):
+    if not can_pack(dtype, CPU):
+        pytest.skip("weights cannot be packed here")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(97, 50, generator=generator).to(dtype)
+    bias = torch.randn(97, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(rows, 50, generator=generator).to(dtype)
+    got = Linear(weight, bias, pack=True)(x)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    assert got.dtype is dtype
+    assert torch.allclose(got, F.linear(x, weight, bias), rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_plain_weight_comes_back_bit_for_bit(pack):
+    weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        Linear(weight, pack=pack and can_pack(weight.dtype, CPU)).dense_weight(), weight
+    )
+
+
+def test_missing_private_operators_fall_back_with_a_warning(monkeypatch, caplog):
+    def missing(*_: object) -> torch.Tensor:
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute")
+
+    monkeypatch.setattr(cpu, "_reorder", missing)
+    with caplog.at_level(logging.WARNING):
+        assert not can_pack(torch.float32, CPU)
+    assert "using F.linear" in caplog.text
+
+
+def test_wrong_private_operators_fall_back_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(cpu, "_packed_linear", lambda x, w, b: F.linear(x, w.to_dense()) + 1)
+    with caplog.at_level(logging.WARNING):
+        assert not can_pack(torch.float32, CPU)
+    assert "other results" in caplog.text
+
+
+def test_other_dtypes_and_devices_are_not_packed():
+    assert not can_pack(torch.float16, CPU)
+    assert not can_pack(torch.bfloat16, torch.device("meta"))
+
+
+def test_threads_and_dtype():
+    before = torch.get_num_threads()
+    try:
+        assert set_threads(1) == 1
+        assert torch.get_num_threads() == 1
+        assert set_threads(0) == count_physical_cores()
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="num_threads=-1"):
+        set_threads(-1)
+    assert best_dtype() in (torch.bfloat16, torch.float32)
