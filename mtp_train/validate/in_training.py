@@ -245,11 +245,7 @@ def _row_loss(
 
 def head_output(head: MtpHead, recycled_ND: torch.Tensor) -> torch.Tensor:
     """The state that ``lm_head`` reads, from the state that ``forward`` returned (recycled)."""
-    spec = head.spec
-    is_unnormed = spec.recycle == "pre_norm" and spec.logits_from == "post_norm"
-    if is_unnormed and head.final_norm is not None:
-        return head.final_norm(recycled_ND)
-    return recycled_ND
+    return head.state_for_logits(recycled_ND)
 
 
 def lm_head_weight(model: LlamaModel) -> torch.Tensor:

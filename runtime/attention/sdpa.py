@@ -4,8 +4,9 @@ Key/value heads are never repeated: either the ``R = H/G`` query heads of a grou
 product over that group's keys, or keys are viewed as ``[G, 1, T, C]`` and expanded with stride 0.
 
 Three ways, chosen per request on the host: several requests with equally few rows (decoding,
-verification) are gathered into one padded call; a lone single row needs no mask; many rows (prompt
-chunks) run request by request, on a CPU in blocks of rows, because its kernel computes hidden keys too.
+verification) are gathered into one padded call; a lone single row needs no mask; many rows
+(prompt chunks) run request by request, on a CPU in blocks of rows, because its kernel computes
+hidden keys too.
 
 Shape legend: N rows, B requests, S rows of a request, T keys, H query heads, G key/value heads,
 R = H/G, C head width.
@@ -73,7 +74,8 @@ class SdpaBackend(AttentionBackend):
         by_rows: dict[int, list[int]] = defaultdict(list)
         for index, q_len in enumerate(batch.q_lens):
             by_rows[q_len].append(index)
-        requests, groups = [], []
+        requests: list[RequestRows] = []
+        groups: list[RequestGroup] = []
         for q_len, members in by_rows.items():
             if q_len <= _MAX_GROUPED_ROWS and len(members) > 1:
                 groups.append(_plan_group(batch, table, members, starts))

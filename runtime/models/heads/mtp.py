@@ -139,14 +139,18 @@ class MtpHead(DraftModel):
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """``[M, W]`` of rows that ``forward`` returned.
+        """``[M, W]`` of rows that ``forward`` returned."""
+        return self.lm_head(self.state_for_logits(hidden_MD))
+
+    def state_for_logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """What ``lm_head`` reads, from rows that ``forward`` returned.
 
         A state recycled pre-norm is normed here when ``spec.logits_from`` is post-norm.
         """
         is_normed = self.spec.recycle == "post_norm"
-        if self.spec.logits_from == "post_norm" and not is_normed and self.final_norm is not None:
-            hidden_MD = self._target.ops.add_rms_norm(hidden_MD.contiguous(), None, self.final_norm)
-        return self.lm_head(hidden_MD)
+        if self.final_norm is None or is_normed or self.spec.logits_from == "pre_norm":
+            return hidden_MD
+        return self._target.ops.add_rms_norm(hidden_MD.contiguous(), None, self.final_norm)
 
 
 def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:
