@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from mtp_train.config import Config
+from mtp_train.console import make_console, make_progress
 from mtp_train.events import EventLog, to_jsonable
 from mtp_train.metrics import StepMetrics, Validation
 
@@ -88,8 +89,8 @@ class TrainLog:
                 loss=f"{metrics.loss:.3f}",
                 hidden=f"{metrics.hidden_loss:.4f}",
                 logit=f"{metrics.logit_loss:.3f}",
-                speed=f"{tokens_per_s:,.0f}",
-                accepted=self._acceptance,
+                tok_s=f"{tokens_per_s:,.0f}",
+                tau=self._acceptance,
             )
 
     def validation(self, step: int, result: Validation, *, is_best: bool) -> None:
@@ -145,34 +146,10 @@ class TrainLog:
         )
 
     def _open_progress(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        console = Console(stderr=True)
-        names = {
-            "loss": "loss",
-            "hidden": "hidden",
-            "logit": "logit",
-            "speed": "tok/s",
-            "accepted": "tau",
-        }
-        self._progress = Progress(
-            TextColumn("train"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            *(TextColumn(f"{label} {{task.fields[{key}]}}") for key, label in names.items()),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
+        names = ("loss", "hidden", "logit", "tok_s", "tau")
+        self._progress = make_progress(make_console(), fields=names)
         self._task = self._progress.add_task(
-            "train",
+            "step",
             total=self._total_steps,
             completed=self._first_step,
             **dict.fromkeys(names, "–"),

@@ -339,8 +339,8 @@ class Trainer:
             log.event("diverged", step=self._state.step, run=run)
             raise TrainingDivergedError(
                 f"{run} steps in a row had non-finite gradients, the last at step "
-                f"{self._state.step} (trainer.max_nonfinite_run={limit}): lower trainer.learning_rate, or look for "
-                "damaged features with `mtp precompute`"
+                f"{self._state.step} (trainer.max_nonfinite_run={limit}): lower "
+                "trainer.learning_rate, or look for damaged features with `mtp precompute`"
             )
 
     def _validate(self, log: TrainLog, validator: Validator) -> bool:

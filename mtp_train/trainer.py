@@ -13,20 +13,19 @@ import torch
 from mtp_train.checkpoint import Observer
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
-from mtp_train.features import FeatureReader
+from mtp_train.features.reader import FeatureReader
 from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
+from mtp_train.targets import cache_directory, target_directory
 from mtp_train.train_loop import SampleSource, Trainer, TrainInputs, ignore
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, count_physical_cores, set_threads
 from runtime.models.config import load_config
 from runtime.models.loader import (
     Checkpoint,
-    default_cache_dir,
     fingerprint_target,
     load_target,
-    resolve_target,
 )
 from runtime.seeds import derive_seed
 
@@ -40,7 +39,8 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
 
     Reads the features and the target that ``config`` names, validates through the runtime where
     ``trainer.validate_every`` asks for it, and leaves ``head/``, ``checkpoints/`` and events.
-    Raises ``ValueError`` for input that does not fit, ``TrainingDivergedError`` when it is hopeless.
+    Raises ``ValueError`` for input that does not fit and ``TrainingDivergedError`` after too many
+    steps without finite gradients.
     """
     if config.validate.placement != "inline":
         raise ValueError(
@@ -48,7 +48,7 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
             "supported"
         )
     if group.device.type == "cpu":
-        share = max(1, count_physical_cores() // group.world_size)
+        share = max(1, count_physical_cores() // group.local_world_size)
         set_threads(config.runtime.num_threads or share)
     inputs, validator = open_inputs(config, group=group)
     trainer = Trainer(config, inputs, group=group, validator=validator, observe=observe)
@@ -73,10 +73,9 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     With a validator the embedding and ``lm_head`` are the runtime target's own storage.
     """
     run_directory = RunDirectory.from_config(config)
-    cache = Path(config.target.cache_dir).expanduser() if config.target.cache_dir else None
-    cache = cache or default_cache_dir()
+    cache = cache_directory(config.target)
     dtype = _dtype(config, group.device)
-    directory = resolve_target(config.target.path, cache_dir=cache)
+    directory = target_directory(config.target)
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
     samples = FeatureReader(run_directory.features / "train")
