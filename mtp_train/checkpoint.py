@@ -100,7 +100,7 @@ def save(
             staged.mkdir(parents=True, exist_ok=True)
         group.barrier()
         observe("checkpoint: start")
-        engine.engine.save_checkpoint(str(staged), tag=_TAG, save_latest=False)
+        engine.save(str(staged), _TAG)
         observe("checkpoint: engine written")
         group.barrier()
         if group.is_leader:
@@ -140,10 +140,7 @@ def load(
             f"{key} was {state.settings.get(key)!r}, is {settings.get(key)!r}" for key in differing
         )
         raise ValueError(f"{path} was written with other settings: {changes}")
-    loaded, _ = engine.engine.load_checkpoint(
-        str(path), tag=_TAG, load_optimizer_states=True, load_lr_scheduler_states=False
-    )
-    if loaded is None:
+    if not engine.load(str(path), _TAG):
         raise ValueError(f"{path}: DeepSpeed found no loadable state in it")
     return state
 

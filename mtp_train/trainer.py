@@ -12,12 +12,12 @@ import torch
 
 from mtp_train.checkpoint import Observer
 from mtp_train.config import Config
-from mtp_train.distributed import ProcessGroup
+from mtp_train.distributed import ProcessGroup, run_on_leader
 from mtp_train.features.reader import FeatureReader
+from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
-from mtp_train.targets import cache_directory, target_directory
 from mtp_train.train_loop import SampleSource, Trainer, TrainInputs, ignore
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, count_physical_cores, set_threads
@@ -75,7 +75,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     run_directory = RunDirectory.from_config(config)
     cache = cache_directory(config.target)
     dtype = _dtype(config, group.device)
-    directory = target_directory(config.target)
+    directory = run_on_leader(group, lambda: target_directory(config.target))
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
     samples = FeatureReader(run_directory.features / "train")

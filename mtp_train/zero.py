@@ -7,6 +7,7 @@ communicate gradients in fp32 (DeepSpeed's defaults are bf16), and need ZeRO sta
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections.abc import Iterator
@@ -65,6 +66,17 @@ def default_process_group(group: ProcessGroup) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed prints while it sets up and loads; send that to the debug log."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        logger.debug("deepspeed: %s", text.getvalue())
+
+
 class HeadEngine:
     """One head under DeepSpeed: backward, a checked step, and its whole tensors at any stage."""
 
@@ -87,11 +99,11 @@ class HeadEngine:
         for parameter in self._parameters.values():
             parameter.register_hook(self._watch)
         self.gate: GatedAdamW = make_optimizer(head.parameters(), config=config)
-        self.engine: Any = deepspeed.initialize(
-            model=head,
-            optimizer=self.gate,
-            config=deepspeed_config(config=config, zero_stage=zero_stage, dtype=dtype),
-        )[0]
+        settings = deepspeed_config(config=config, zero_stage=zero_stage, dtype=dtype)
+        with _quiet():
+            self.engine: Any = deepspeed.initialize(
+                model=head, optimizer=self.gate, config=settings
+            )[0]
         self._accumulation = config.gradient_accumulation
 
     def __call__(self, *args: Any) -> Any:
@@ -108,6 +120,19 @@ class HeadEngine:
     def end_micro_batch(self) -> None:
         """Between micro-batches of one step."""
         self.engine.step()
+
+    def save(self, directory: str, tag: str) -> None:
+        """Write DeepSpeed's files below ``directory/tag``. Collective."""
+        with _quiet():
+            self.engine.save_checkpoint(directory, tag=tag, save_latest=False)
+
+    def load(self, directory: str, tag: str) -> bool:
+        """Restore weights and optimiser; false when there is nothing to load. Collective."""
+        with _quiet():
+            loaded, _ = self.engine.load_checkpoint(
+                directory, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=False
+            )
+        return loaded is not None
 
     def take_nonfinite(self) -> torch.Tensor:
         """fp32 scalar on the device, > 0 when a gradient since the last call was not usable."""
