@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -158,6 +159,7 @@ def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
 
 
 def _main(rank: int, world_size: int, store: str, jobs: list[Job], results: str) -> None:
+    gc.freeze()  # DeepSpeed collects several times, over everything that was imported
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(
@@ -184,7 +186,14 @@ def _trace() -> str:
 def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[str, Any]] | None:
     """Run jobs one after the other on fresh ranks; None when a rank was killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["deepspeed", "tests.distributed.trainer_worker"])
+    context.set_forkserver_preload(
+        [
+            "deepspeed",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "torch._dynamo",
+            "tests.distributed.trainer_worker",
+        ]
+    )
     scratch.mkdir(parents=True, exist_ok=True)
     store, results = scratch / "store", scratch / "results.pt"
     for path in (store, results):
