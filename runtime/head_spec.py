@@ -215,8 +215,7 @@ def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -
     path.mkdir(parents=True, exist_ok=True)
     staged = path / f".{WEIGHTS_NAME}.{os.getpid()}"
     contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    # One entry only: safetensors writes several in random order, and equal heads must hash equal.
-    save_file(contiguous, staged, metadata={"format": "pt"})
+    save_file(contiguous, staged, metadata={"format": "pt", "kind": spec.kind})
     os.replace(staged, path / WEIGHTS_NAME)
     staged = path / f".{CONFIG_NAME}.{os.getpid()}"
     staged.write_text(spec.to_json())

@@ -1,0 +1,68 @@
+"""Two forked ranks that exercise every collective of a process group; exits 0 when all hold."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import torch
+
+from mtp_train.distributed import TorchProcessGroup, init_process_group, run_on_leader
+
+WORLD_SIZE = 2
+
+
+def exercise(rank: int) -> None:
+    group = init_process_group(device="cpu", timeout_s=60)
+    assert isinstance(group, TorchProcessGroup)
+    assert (group.rank, group.world_size, group.local_world_size) == (rank, 2, 2)
+    assert group.is_leader == (rank == 0)
+    group.barrier()
+    assert group.broadcast_object({"rank": rank}) == {"rank": 0}
+    assert group.broadcast_object(rank, source=1) == 1
+    assert group.gather_objects(["of", rank]) == [["of", 0], ["of", 1]]
+    assert group.broadcast(torch.full((3,), float(rank)), source=1).tolist() == [1.0, 1.0, 1.0]
+    assert group.all_reduce(torch.tensor([1.0, rank])).tolist() == [2.0, 1.0]
+    assert group.all_reduce_ints([rank, 5, 2**40]) == [1, 10, 2**41]
+    assert group.all_reduce_ints([rank, -rank], op="max") == [1, 0]
+    assert group.all_reduce_ints([rank, -rank], op="min") == [0, -1]
+    assert run_on_leader(group, lambda: f"from {rank}") == "from 0"
+
+    def refuse() -> None:
+        raise ValueError(f"refused by {rank}")
+
+    try:
+        run_on_leader(group, refuse)
+    except ValueError as error:
+        assert str(error) == "refused by 0"  # noqa: PT017
+    else:
+        raise AssertionError("the leader's error did not reach this rank")
+    group.close()
+
+
+def main() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(WORLD_SIZE):
+        pid = os.fork()
+        if not pid:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(WORLD_SIZE),
+                "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            exercise(rank)
+            sys.exit(0)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main()
