@@ -215,7 +215,8 @@ def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -
     path.mkdir(parents=True, exist_ok=True)
     staged = path / f".{WEIGHTS_NAME}.{os.getpid()}"
     contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(contiguous, staged, metadata={"format": "pt", "kind": spec.kind})
+    # One entry only: safetensors writes several in random order, and equal heads must hash equal.
+    save_file(contiguous, staged, metadata={"format": "pt"})
     os.replace(staged, path / WEIGHTS_NAME)
     staged = path / f".{CONFIG_NAME}.{os.getpid()}"
     staged.write_text(spec.to_json())

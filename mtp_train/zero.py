@@ -1,0 +1,172 @@
+"""The DeepSpeed engine around a head: its configuration, the gate before a step, whole tensors.
+
+The embedding and ``lm_head`` never enter the module given to DeepSpeed. bf16 runs accumulate and
+communicate gradients in fp32 (DeepSpeed's defaults are bf16), and need ZeRO stage 1 or more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mtp_train.config import TrainerConfig
+from mtp_train.distributed import ProcessGroup
+from mtp_train.heads.mtp import MtpHead
+from mtp_train.optim import GatedAdamW, make_optimizer
+
+logger = logging.getLogger(__name__)
+
+# A gradient entry above this would overflow the fp32 sum of squares of the global norm.
+LARGEST_GRADIENT = 1e18
+
+
+def deepspeed_config(
+    *, config: TrainerConfig, zero_stage: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """DeepSpeed's dictionary. Raises ``ValueError`` for bf16 without ZeRO."""
+    if dtype == torch.bfloat16 and zero_stage < 1:
+        raise ValueError(
+            f"deepspeed.zero_stage={zero_stage} with bfloat16: DeepSpeed keeps fp32 master weights "
+            "only from stage 1 on; use stage 1, 2 or 3, or trainer.dtype=float32"
+        )
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # one packed batch
+        "gradient_accumulation_steps": config.gradient_accumulation,
+        "gradient_clipping": config.clip_norm,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,  # GatedAdamW is torch's AdamW with a gate
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "steps_per_print": 2**31,
+    }
+
+
+@contextlib.contextmanager
+def default_process_group(group: ProcessGroup) -> Iterator[None]:
+    """DeepSpeed needs torch.distributed even alone: make a group of one if there is none."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if dist.is_initialized():
+        yield
+        return
+    assert group.world_size == 1, "several ranks without torch.distributed"
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one process
+    backend = "nccl" if group.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed prints while it sets up and loads; send that to the debug log."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            yield
+    finally:
+        logger.debug("deepspeed: %s", text.getvalue())
+
+
+class HeadEngine:
+    """One head under DeepSpeed: backward, a checked step, and its whole tensors at any stage."""
+
+    def __init__(
+        self,
+        head: MtpHead,
+        *,
+        config: TrainerConfig,
+        zero_stage: int,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+    ) -> None:
+        import deepspeed
+
+        self._group = group
+        self._zero_stage = zero_stage
+        self._spec = head.spec
+        self._parameters = dict(head.named_parameters())
+        self._bad = torch.zeros((), device=group.device)
+        for parameter in self._parameters.values():
+            parameter.register_hook(self._watch)
+        self.gate: GatedAdamW = make_optimizer(head.parameters(), config=config)
+        settings = deepspeed_config(config=config, zero_stage=zero_stage, dtype=dtype)
+        with _quiet():
+            self.engine: Any = deepspeed.initialize(
+                model=head, optimizer=self.gate, config=settings
+            )[0]
+        self._accumulation = config.gradient_accumulation
+
+    def __call__(self, *args: Any) -> Any:
+        return self.engine(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients. ``loss`` is this rank's share of the global mean.
+
+        DeepSpeed averages over ranks and micro-batches; both factors are taken back here, so that
+        the accumulated gradient is that of the plain sum of shares.
+        """
+        self.engine.backward(loss * (self._group.world_size * self._accumulation))
+
+    def end_micro_batch(self) -> None:
+        """Between micro-batches of one step."""
+        self.engine.step()
+
+    def save(self, directory: str, tag: str) -> None:
+        """Write DeepSpeed's files below ``directory/tag``. Collective."""
+        with _quiet():
+            self.engine.save_checkpoint(directory, tag=tag, save_latest=False)
+
+    def load(self, directory: str, tag: str) -> bool:
+        """Restore weights and optimiser; false when there is nothing to load. Collective."""
+        with _quiet():
+            loaded, _ = self.engine.load_checkpoint(
+                directory, tag=tag, load_optimizer_states=True, load_lr_scheduler_states=False
+            )
+        return loaded is not None
+
+    def take_nonfinite(self) -> torch.Tensor:
+        """fp32 scalar on the device, > 0 when a gradient since the last call was not usable."""
+        bad, self._bad = self._bad, torch.zeros_like(self._bad)
+        return bad
+
+    def step(self, *, learning_rate: float, is_finite: bool) -> float:
+        """Step, or go through the motions with the gate closed. Returns the global gradient norm.
+
+        The norm is that before clipping. All ranks must pass the same ``is_finite``.
+        """
+        for param_group in self.engine.optimizer.param_groups:
+            param_group["lr"] = learning_rate
+        norm = self._plain_norm() if self._zero_stage == 0 else None
+        self.gate.is_closed = not is_finite
+        self.engine.step()
+        self.gate.is_closed = False
+        return float(norm if norm is not None else self.engine.get_global_grad_norm())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The head's whole tensors on the host, on every rank (a collective at stage 3)."""
+        if self._zero_stage < 3:
+            return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self._parameters.values())):
+            return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+
+    def _watch(self, gradient: torch.Tensor) -> None:
+        """Runs on each local gradient before DeepSpeed reduces it."""
+        largest = gradient.detach().abs().amax().float()
+        # not (x < limit) instead of x >= limit: it also catches NaN
+        self._bad += (~(largest < LARGEST_GRADIENT)).float()
+
+    def _plain_norm(self) -> torch.Tensor:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)

@@ -1,0 +1,223 @@
+"""The trainer under DeepSpeed on gloo ranks: equality, skipped steps, kill and resume."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+import torch
+
+from mtp_train.events import read_events
+from runtime.head_spec import load_head
+from tests.distributed.trainer_worker import Job, run_jobs
+
+STAGES = (0, 1, 2, 3)
+FIGURES = ("loss", "hidden_loss", "logit_loss", "learning_rate", "grad_norm", "num_active")
+
+
+def steps_of(root, name="run"):
+    """The loss log without replayed steps: the last record of each step."""
+    path = root / name / "events.jsonl"
+    return {e["step"]: e for e in read_events(path, event="step")}
+
+
+def check_same_curve(ours, theirs, rel):
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 3
+    for step, record in ours.items():
+        for figure in FIGURES:
+            assert record[figure] == pytest.approx(theirs[step][figure], rel=rel), (step, figure)
+
+
+@pytest.fixture(scope="module")
+def equality_runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("equality")
+    runs = {}
+    for world in (1, 2):
+        jobs = [Job(str(root), f"stage{s}-world{world}", zero_stage=s) for s in STAGES]
+        jobs.append(
+            Job(
+                str(root),
+                f"accumulate-world{world}",
+                zero_stage=2,
+                trainer={"gradient_accumulation": 3},
+            )
+        )
+        jobs.append(Job(str(root), f"sub-vocabulary-world{world}", zero_stage=1, kept=40))
+        for job, outcome in zip(
+            jobs, run_jobs(jobs, world_size=world, scratch=root / f"w{world}"), strict=True
+        ):
+            assert "error" not in outcome, outcome.get("trace")
+            runs[job.name] = outcome
+    return root, runs
+
+
+def test_every_zero_stage_and_world_size_trains_the_same_head(equality_runs):
+    root, runs = equality_runs
+    reference, curve = runs["stage0-world1"], steps_of(root, "stage0-world1")
+    # clipping must be at work, or a rank-local norm would go unseen
+    assert all(record["grad_norm"] > 0.5 for record in curve.values())
+    for name, outcome in runs.items():
+        if name.startswith("sub"):
+            continue
+        check_same_curve(steps_of(root, name), curve, rel=2e-4)
+        for tensor_name, tensor in outcome["tensors"].items():
+            torch.testing.assert_close(
+                tensor, reference["tensors"][tensor_name], rtol=1e-3, atol=2e-5, msg=name
+            )
+
+
+def test_sub_vocabulary_loss_does_not_depend_on_the_world_size(equality_runs):
+    root, _ = equality_runs
+    one, two = (steps_of(root, f"sub-vocabulary-world{world}") for world in (1, 2))
+    check_same_curve(one, two, rel=2e-4)
+    full = steps_of(root, "stage1-world1")
+    assert one[1]["logit_loss"] < full[1]["logit_loss"]  # merging outcomes loses entropy
+
+
+def test_embedding_and_lm_head_are_outside_the_engine_and_unchanged(equality_runs):
+    _, runs = equality_runs
+    for outcome in runs.values():
+        assert outcome["is_frozen"]
+        assert not any("embed" in n or "lm_head" in n for n in outcome["module_names"])
+
+
+def test_last_head_is_written_when_nothing_validates(equality_runs):
+    root, runs = equality_runs
+    for name in ("stage0-world1", "stage3-world2"):
+        _, tensors = load_head(root / name / "head")
+        for tensor_name, tensor in runs[name]["tensors"].items():
+            assert torch.equal(tensors[tensor_name], tensor)
+
+
+@pytest.fixture(scope="module")
+def faulty_runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("faults")
+    lowp = {"dtype": "bfloat16"}
+    jobs = [
+        Job(str(root), "nan-fp32", zero_stage=0, nan_samples=(4,)),
+        Job(str(root), "nan-bf16-1", zero_stage=1, nan_samples=(4,), **lowp),
+        Job(str(root), "nan-bf16-2", zero_stage=2, nan_samples=(4,), **lowp),
+        Job(str(root), "nan-bf16-3", zero_stage=3, nan_samples=(4,), **lowp),
+        Job(str(root), "hopeless", nan_samples=tuple(range(13)), trainer={"max_nonfinite_run": 3}),
+        Job(str(root), "bf16-plain", zero_stage=0, **lowp),
+        Job(
+            str(root),
+            "validated",
+            zero_stage=2,
+            taus=(1.2, 1.5, 1.5, 1.1),
+            trainer={"validate_every": 2, "max_steps": 7, "checkpoint_every": 100},
+        ),
+        Job(str(root), "all-masked", zero_stage=2, num_samples=3, trainer={"tokens_per_step": 1}),
+    ]
+    outcomes = run_jobs(jobs, world_size=2, scratch=root / "scratch")
+    return root, {job.name: outcome for job, outcome in zip(jobs, outcomes, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["nan-fp32", "nan-bf16-1", "nan-bf16-2", "nan-bf16-3"])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(faulty_runs, name):
+    root, outcomes = faulty_runs
+    assert "error" not in outcomes[name], outcomes[name].get("trace")
+    steps = steps_of(root, name)
+    skipped = [s for s, e in steps.items() if e["loss"] == "nan"]
+    assert len(skipped) == 2  # one sample, two epochs
+    report = outcomes[name]["report"]
+    assert (report["skipped"], report["updates"]) == (2, len(steps) - 2)
+    for step in skipped:
+        if step + 1 in steps:  # the schedule stands still
+            assert steps[step + 1]["learning_rate"] == steps[step]["learning_rate"]
+    after = [e["loss"] for s, e in steps.items() if s not in skipped]
+    assert all(isinstance(loss, float) for loss in after)
+    assert all(t.isfinite().all() for t in outcomes[name]["tensors"].values())
+    logged = list(read_events(root / name / "events.jsonl", event="skipped_step"))
+    assert [e["step"] for e in logged] == skipped
+
+
+def test_too_many_steps_in_a_row_without_finite_gradients_end_the_run(faulty_runs):
+    _, outcomes = faulty_runs
+    assert "TrainingDivergedError: 3 steps in a row" in outcomes["hopeless"]["error"]
+
+
+def test_bfloat16_without_zero_is_refused(faulty_runs):
+    _, outcomes = faulty_runs
+    assert "deepspeed.zero_stage=0 with bfloat16" in outcomes["bf16-plain"]["error"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_runs_accumulate_and_communicate_in_float32(faulty_runs, stage):
+    _, outcomes = faulty_runs
+    outcome = outcomes[f"nan-bf16-{stage}"]
+    assert outcome["communication"] == outcome["accumulation"] == "torch.float32"
+    assert all(t.dtype == torch.bfloat16 for t in outcome["tensors"].values())
+
+
+def test_every_rank_steps_when_a_step_has_fewer_samples_than_ranks_or_no_mask(faulty_runs):
+    root, outcomes = faulty_runs
+    assert "error" not in outcomes["all-masked"], outcomes["all-masked"].get("trace")
+    steps = steps_of(root, "all-masked")
+    assert len(steps) == 6
+    assert [e["loss"] for e in steps.values() if e["num_active"] == 0] == [0.0, 0.0]
+
+
+def test_best_checkpoint_has_the_highest_tau_and_the_lower_loss_on_a_tie(faulty_runs):
+    root, outcomes = faulty_runs
+    outcome = outcomes["validated"]
+    assert outcome["validated"] == [2, 4, 6, 7]
+    validations = list(read_events(root / "validated" / "events.jsonl", event="validation"))
+    losses = {e["step"]: e["loss"] for e in validations}
+    expected = 6 if losses[6] < losses[4] else 4
+    assert outcome["report"]["best"]["step"] == expected
+    directory = root / "validated" / "checkpoints"
+    assert (directory / "best").resolve().name == f"step-{expected:06d}"
+    names = sorted(p.name for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
+    assert names == sorted({f"step-{expected:06d}", "step-000007"} | set(names))
+    _, tensors = load_head(root / "validated" / "head")
+    digest = sum(t.float().abs().sum().item() for t in tensors.values())
+    assert digest == losses[expected]
+
+
+KILL_JOB = {
+    "zero_stage": 1,
+    "dtype": "bfloat16",
+    "kept": 40,
+    "taus": (1.2, 1.5, 1.3, 1.6),
+    "trainer": {"epochs": 2, "validate_every": 2, "max_steps": 8},
+}
+
+
+@pytest.mark.slow
+def test_killed_anywhere_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    (whole,) = run_jobs([Job(str(tmp_path), "whole", **KILL_JOB)], world_size=1, scratch=tmp_path)
+    assert "error" not in whole, whole.get("trace")
+    draw = random.Random(5)
+    firsts = draw.sample(range(1, whole["seen"] + 1), 6)
+    num_kills = 0
+    for number, first in enumerate(firsts):
+        name = f"killed{number}"
+        trail = (first, draw.randint(1, 6))  # the second kill hits the resumed run
+        for point in trail:
+            job = Job(str(tmp_path), name, kill_at=point, **KILL_JOB)
+            num_kills += run_jobs([job], world_size=1, scratch=tmp_path) is None
+        (outcome,) = run_jobs(
+            [Job(str(tmp_path), name, **KILL_JOB)], world_size=1, scratch=tmp_path
+        )
+        assert "error" not in outcome, outcome.get("trace")
+        ours, theirs = steps_of(tmp_path, name), steps_of(tmp_path, "whole")
+        assert ours.keys() == theirs.keys()
+        for step, record in ours.items():
+            for figure in (*FIGURES, "updates", "skipped"):
+                assert record[figure] == theirs[step][figure], (trail, step, figure)
+        assert outcome["report"]["best"] == whole["report"]["best"]
+        assert hash_head(tmp_path / name) == hash_head(tmp_path / "whole")
+        for tensor_name, tensor in outcome["tensors"].items():
+            assert torch.equal(tensor, whole["tensors"][tensor_name]), (trail, tensor_name)
+        best = tmp_path / name / "checkpoints" / "best"
+        assert best.resolve().name == f"step-{whole['report']['best']['step']:06d}"
+        leftovers = [p.name for p in best.parent.iterdir() if p.name.startswith(".")]
+        assert not leftovers
+    assert num_kills >= 10
+
+
+def hash_head(run):
+    return hashlib.sha256((run / "head" / "model.safetensors").read_bytes()).hexdigest()

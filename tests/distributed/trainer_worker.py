@@ -1,0 +1,213 @@
+"""Runs the trainer in child processes of a fork server that has imported everything once."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import multiprocessing
+import os
+import signal
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data_prep.config import DataConfig
+from mtp_train.config import (
+    Config,
+    DeepSpeedConfig,
+    LossConfig,
+    RunConfig,
+    TargetConfig,
+    TrainerConfig,
+)
+from mtp_train.distributed import TorchProcessGroup
+from mtp_train.train_loop import Trainer, TrainInputs
+from tests.unit.trainer.reference import random_embedding, random_head, random_sample, tiny_spec
+
+DEADLINE_S = 120
+
+
+@dataclass(frozen=True)
+class TinyValidation:
+    loss: float
+    tau: float
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run; ``kill_at`` is the ordinal of an observed event to die at (from 1)."""
+
+    root: str
+    name: str = "run"
+    dtype: str = "float32"
+    zero_stage: int = 0
+    loss: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    kept: int = 0
+    nan_samples: tuple[int, ...] = ()
+    taus: tuple[float, ...] = ()  # of consecutive validations; empty = no validator
+    kill_at: int = 0
+    num_samples: int = 13
+
+
+class TinyStore:
+    def __init__(self, job: Job) -> None:
+        spec = tiny_spec()
+        masks = ("answer", "spans", "none", "answer", "all")
+        self.samples = [
+            random_sample(spec, 6 + (i * 5) % 17, seed=100 + i, mask=masks[i % 5])
+            for i in range(job.num_samples)
+        ]
+        for index in job.nan_samples:
+            self.samples[index].hidden[1:] = float("nan")
+        self.lengths = torch.tensor([len(s.input_ids) for s in self.samples])
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def get(self, index: int, *, dtype: torch.dtype):
+        sample = self.samples[index]
+        return dataclasses.replace(sample, hidden=sample.hidden.to(dtype))
+
+
+def make_config(job: Job) -> Config:
+    trainer = {
+        "epochs": 2,
+        "tokens_per_step": 40,
+        "learning_rate": 3e-3,
+        "warmup_share": 0.2,
+        "clip_norm": 0.5,
+        "checkpoint_every": 3,
+        "validate_every": 0,
+        "keep_last": 2,
+        "wandb": "disabled",
+        "tensorboard": False,
+    }
+    loss = {"num_unroll_steps": 2, "step_decay": 0.6, "row_chunk": 16}
+    return Config(
+        run=RunConfig(name=job.name, root=job.root),
+        target=TargetConfig(path="unused"),
+        data=DataConfig(),
+        loss=LossConfig(**(loss | job.loss)),
+        trainer=TrainerConfig(**(trainer | job.trainer)),
+        deepspeed=DeepSpeedConfig(zero_stage=job.zero_stage),
+    )
+
+
+def hash_bytes(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
+    """Train one job in this process; the head's tensors come back as lists."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.dtype]
+    spec = tiny_spec()
+    embedding = random_embedding(spec).to(dtype)
+    lm_head = random_embedding(spec, seed=8).to(dtype)
+    before = hash_bytes(embedding), hash_bytes(lm_head)
+    inputs = TrainInputs(
+        spec=spec,
+        initial=random_head(spec).export_tensors(),
+        embedding_VD=embedding,
+        lm_head_VD=lm_head,
+        samples=TinyStore(job),
+        kept_ids=torch.arange(job.kept) if job.kept else None,
+        fingerprint={},
+    )
+    seen = 0
+
+    def observe(_: str) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == job.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    taus = dict(enumerate(job.taus))
+    validated: list[int] = []
+
+    def validate(step, spec, tensors):
+        validated.append(step)
+        every = job.trainer["validate_every"]
+        digest = sum(t.float().abs().sum().item() for t in tensors.values())
+        return TinyValidation(digest, taus[(step - 1) // every], (0.5, 0.25))
+
+    trainer = Trainer(
+        make_config(job),
+        inputs,
+        group=group,
+        validator=validate if job.taus else None,
+        observe=observe,
+    )
+    report = trainer.train()
+    engine = trainer._engine.engine
+    return {
+        "report": dataclasses.asdict(report),
+        "tensors": trainer._engine.tensors(),
+        "is_frozen": before == (hash_bytes(embedding), hash_bytes(lm_head)),
+        "module_names": [name for name, _ in engine.module.named_parameters()],
+        "communication": str(engine.communication_data_type),
+        "accumulation": str(engine.get_data_types()[1]),
+        "validated": validated,
+        "seen": seen,
+    }
+
+
+def _main(rank: int, world_size: int, store: str, jobs: list[Job], results: str) -> None:
+    gc.freeze()  # DeepSpeed collects several times, over everything that was imported
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    group = TorchProcessGroup(
+        dist.group.WORLD, device=torch.device("cpu"), local_world_size=world_size
+    )
+    outcomes = []
+    for job in jobs:
+        try:
+            outcomes.append(train(job, group))
+        except (ValueError, RuntimeError) as error:
+            outcomes.append({"error": f"{type(error).__name__}: {error}", "trace": _trace()})
+    if rank == 0:
+        torch.save(outcomes, results)
+    dist.destroy_process_group()
+
+
+def _trace() -> str:
+    return traceback.format_exc()
+
+
+def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[str, Any]] | None:
+    """Run jobs one after the other on fresh ranks; None when a rank was killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "deepspeed",
+            "deepspeed.runtime.zero.muon.muon_optimizer",
+            "torch._dynamo",
+            "tests.distributed.trainer_worker",
+        ]
+    )
+    scratch.mkdir(parents=True, exist_ok=True)
+    store, results = scratch / "store", scratch / "results.pt"
+    for path in (store, results):
+        path.unlink(missing_ok=True)
+    ranks = [
+        context.Process(target=_main, args=(rank, world_size, str(store), jobs, str(results)))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(DEADLINE_S)
+    codes = [rank.exitcode for rank in ranks]
+    if codes == [-signal.SIGKILL]:
+        return None
+    assert codes == [0] * world_size, f"exit codes {codes}"
+    return torch.load(results, weights_only=False)
