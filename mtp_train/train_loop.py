@@ -22,6 +22,7 @@ from mtp_train import checkpoint
 from mtp_train.checkpoint import Observer, TrainerState
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
+from mtp_train.errors import StageRefusedError
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, TailSampler, head_loss, loss_weight
 from mtp_train.losses import target_log_normaliser as log_normaliser
@@ -45,7 +46,7 @@ from runtime.seeds import derive_seed
 logger = logging.getLogger(__name__)
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(StageRefusedError):
     """Too many steps in a row were not finite."""
 
 

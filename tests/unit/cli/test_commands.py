@@ -14,6 +14,7 @@ import yaml
 
 from mtp_train import app, cli
 from mtp_train.config import Config
+from mtp_train.errors import StageRefusedError
 from mtp_train.settings import load_config
 
 NAMES = [command.name for command in cli.COMMANDS]
@@ -194,10 +195,14 @@ def test_a_sweep_goes_on_after_a_failure_and_reports_it(
     assert "mtp: bad: no such model" in capsys.readouterr().err
 
 
-def test_bad_input_found_on_the_way_is_one_message_with_the_traceback_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", [ValueError, StageRefusedError])
+def test_a_refusal_on_the_way_is_one_message_with_the_traceback_on_disk(
+    kind: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names, code = _start(monkeypatch, tmp_path, ["run.name=bad", "target.path=m"])
+    names, code = _start(monkeypatch, tmp_path, ["run.name=bad", "target.path=m"], kind)
     assert (names, code) == (["bad"], 1)
     error = capsys.readouterr().err
     assert error == "mtp: no such model (details: runs/bad/error.log)\n"
@@ -225,14 +230,17 @@ def _sweep(
 
 
 def _start(
-    monkeypatch: pytest.MonkeyPatch, cwd: Path, arguments: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    cwd: Path,
+    arguments: list[str],
+    kind: type[Exception] = ValueError,
 ) -> tuple[list[str], int | str | None]:
     names: list[str] = []
 
     def stage(config: Config) -> int:
         names.append(config.run.name)
         if config.run.name == "bad":
-            raise ValueError("no such model")
+            raise kind("no such model")
         return 0
 
     monkeypatch.chdir(cwd)
