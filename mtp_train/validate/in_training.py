@@ -166,7 +166,7 @@ def build_validator(config: Config, *, target: Target, group: ProcessGroup) -> R
 
 
 def choose_prompts(rows: Sequence[ValidationRow], count: int) -> list[tuple[int, ...]]:
-    """``count`` distinct prompts, evenly spaced over the split; a row without an answer has none."""
+    """``count`` distinct prompts, evenly spaced over the split. Unanswered rows have none."""
     prompts = list(
         dict.fromkeys(row.prompt_ids for row in rows if row.prompt_ids and any(row.loss_mask))
     )

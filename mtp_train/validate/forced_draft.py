@@ -1,0 +1,91 @@
+"""A head that costs what the real one costs and drafts what it is told: always right or wrong.
+
+With it the price of a speculative step is measured beforehand, independent of what a head accepts.
+
+Shape legend: N rows, M selected rows, D the head's width, V vocabulary, R table rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from runtime.batch import ForwardBatch, upload_ids
+from runtime.engine import Engine
+from runtime.kv_cache import KVPool, SlotTable
+from runtime.models.base import DraftModel
+from runtime.models.heads.mtp import MtpHead
+
+_BASE = 128  # digits below this are exact in every dtype
+_EXTRA = 4  # position as three digits, table row as one
+
+
+class ForcedDraft(DraftModel):
+    """Runs ``head`` and then overrules its logits. The row's place travels behind its state.
+
+    ``answers[request_id]`` are the tokens (prompt and output) the owner is expected to have. Row i
+    at position p predicts token p + 2; ``is_right`` drafts that token, else another one. At most
+    128 requests may decode together.
+    """
+
+    def __init__(
+        self, head: MtpHead, answers: Mapping[str, Sequence[int]], *, is_right: bool
+    ) -> None:
+        self.device, self.dtype = head.device, head.dtype
+        self.vocab_size = self.draft_vocab_size = head.vocab_size
+        self.draft_vocab_ids = None
+        self.width = head.width + _EXTRA
+        self.engine: Engine | None = None  # set once the engine exists
+        self._head = head
+        self._answers = answers
+        self._is_right = is_right
+        longest = max(len(answer) for answer in answers.values())
+        self._tokens_RT = torch.zeros(_BASE, longest + 1, dtype=torch.int64, device=head.device)
+        self._owners: dict[int, str] = {}
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        return self._head.new_pool(num_slots)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
+        self._learn_owners()
+        assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
+        inner = replace(batch, hidden_ND=batch.hidden_ND[:, : self._head.width])
+        state_ND = self._head.forward(inner, table, pool)
+        owners = [
+            row
+            for row, count in zip(batch.table_rows, batch.q_lens, strict=True)
+            for _ in range(count)
+        ]
+        p_N = batch.positions_N
+        digits = (
+            p_N // _BASE**2,
+            p_N // _BASE % _BASE,
+            p_N % _BASE,
+            upload_ids(owners, p_N.device),
+        )
+        return torch.cat([state_ND, torch.stack(digits, 1).to(self.dtype)], 1)
+
+    @torch.inference_mode()
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        width = self._head.width
+        logits_MV = self._head.logits(hidden_MD[:, :width])
+        high_M, mid_M, low_M, row_M = hidden_MD[:, width:].long().unbind(1)
+        wanted_M = ((high_M * _BASE + mid_M) * _BASE + low_M + 2).clamp_max(
+            self._tokens_RT.shape[1] - 1
+        )
+        token_M = self._tokens_RT[row_M, wanted_M]
+        if not self._is_right:
+            token_M = (token_M + 1) % self.vocab_size
+        return logits_MV.scatter(1, token_M[:, None], torch.finfo(self.dtype).max)
+
+    def _learn_owners(self) -> None:
+        assert self.engine is not None, "set .engine before the first step"
+        for state in self.engine.scheduler.running:
+            request_id = state.request.request_id
+            if self._owners.get(state.row) != request_id:
+                answer = self._answers[request_id]
+                self._tokens_RT[state.row, : len(answer)] = upload_ids(answer, self.device)
+                self._owners[state.row] = request_id

@@ -1,0 +1,145 @@
+"""P3: is the acceptance that training would predict the one that the runtime measures?
+
+In fp32 the replayed steps must *equal* the runtime's, drafts and accepted counts alike. In the
+run's dtype the conditional rates may differ by 1.5 points. Too few drafts is a failure, not a pass.
+Few drafts get as far as the later positions: one decided for fewer drafts than the minimum fails
+when its whole prompt-clustered bootstrap interval (family-wise 99 %) lies beyond the bound.
+
+Shape legend: P prompts, K positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtp_train.validate.bootstrap import prompt_interval
+from mtp_train.validate.measure import decode_waves, make_requests
+from mtp_train.validate.p2 import hidden_sequences
+from mtp_train.validate.replay import ReplayedStep, replay, trimmed_steps, undrafted_tokens
+from mtp_train.validate.report import RungResult
+from mtp_train.validate.subject import Subject, dtype_name
+from runtime.request import Generation
+
+MAX_GAP = 0.015
+FAMILY_LEVEL = 0.99
+
+
+def check(
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    *,
+    k: int,
+    max_tokens: int,
+    min_drafts: int,
+    served: Sequence[Generation] = (),
+) -> RungResult:
+    """``prompts`` are decoded in fp32. ``served`` are greedy generations of the runtime in the
+    run's dtype; they are ignored where that is fp32: the first part is the stronger statement.
+    """
+    requests = make_requests(prompts, max_tokens=max_tokens)
+    exact = decode_waves(
+        subject.target(torch.float32),
+        requests,
+        engine_config=subject.engine_config,
+        head=subject.head(torch.float32),
+        k=k,
+    )
+    wrong, total, drafts = _compare_steps(subject, exact, k)
+    figures: dict[str, Any] = {"float32_steps": total, "float32_steps_that_differ": wrong}
+    figures["float32_drafts_that_differ"] = drafts
+    skipped = sum(len(undrafted_tokens(generation)) for generation in exact)
+    figures["float32_tokens_without_draft"] = skipped
+    bounds: dict[str, Any] = {"float32_steps_that_differ": 0, "float32_tokens_without_draft": 0}
+    passed = total > 0 and wrong == 0 and skipped == 0
+    if subject.runtime_dtype is not torch.float32:
+        is_close, more, limits = _compare_rates(subject, served, k, min_drafts)
+        figures |= more
+        bounds |= limits
+        passed = passed and is_close
+    note = (
+        f"{len(prompts)} prompts in float32, {len(served)} in {dtype_name(subject.runtime_dtype)}"
+    )
+    return RungResult("P3", passed, figures, bounds, note=f"{note}, K={k}, greedy, arg-max drafts")
+
+
+def replay_generations(
+    subject: Subject, generations: Sequence[Generation], k: int, dtype: torch.dtype
+) -> list[list[ReplayedStep]]:
+    """Training-side replay of runtime generations in ``dtype``."""
+    hidden = hidden_sequences(subject, [[*g.prompt_ids, *g.output_ids] for g in generations], dtype)
+    return replay(
+        subject.training_head(dtype),
+        generations,
+        hidden,
+        k=k,
+        embedding_VD=subject.embedding(dtype),
+        lm_head_VD=subject.lm_head(dtype),
+        draft_columns=subject.draft_columns(),
+    )
+
+
+def _compare_steps(
+    subject: Subject, generations: Sequence[Generation], k: int
+) -> tuple[int, int, int]:
+    """Steps that differ, steps in all, and single drafts that differ, in fp32."""
+    predicted = replay_generations(subject, generations, k, torch.float32)
+    wrong = total = drafts = 0
+    for ours, generation in zip(predicted, generations, strict=True):
+        theirs = trimmed_steps(generation, k)
+        total += max(len(ours), len(theirs))
+        wrong += abs(len(ours) - len(theirs))
+        for a, b in zip(ours, theirs, strict=False):
+            wrong += a != b
+            drafts += sum(x != y for x, y in zip(a.draft_ids, b.draft_ids, strict=True))
+    return wrong, total, drafts
+
+
+def _compare_rates(
+    subject: Subject, generations: Sequence[Generation], k: int, min_drafts: int
+) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+    name = dtype_name(subject.runtime_dtype)
+    num_drafts = sum(len(generation.steps) for generation in generations)
+    figures: dict[str, Any] = {f"{name}_drafts": num_drafts}
+    bounds: dict[str, Any] = {f"{name}_drafts_at_least": min_drafts, f"{name}_gap": MAX_GAP}
+    if num_drafts < min_drafts or not generations:
+        return False, figures, bounds
+    predicted = replay_generations(subject, generations, k, subject.runtime_dtype)
+    ours = np.array([_sums(steps, k) for steps in predicted])
+    theirs = np.array([_sums(trimmed_steps(g, k), k) for g in generations])
+    both = np.concatenate([ours, theirs], axis=1)
+    trained = _conditional(ours.sum(0)[None])[0]
+    served = _conditional(theirs.sum(0)[None])[0]
+    figures[f"{name}_training"] = trained.tolist()
+    figures[f"{name}_runtime"] = served.tolist()
+    figures[f"{name}_gap"] = (trained - served).tolist()
+    level = 1 - (1 - FAMILY_LEVEL) / k  # Bonferroni over positions
+    intervals = [prompt_interval(both, partial(_gap_at, k, j), level=level) for j in range(k)]
+    figures[f"{name}_gap_interval"] = [[i.low, i.high] for i in intervals]
+    reached = theirs.sum(0)[:-1]  # drafts that position j was decided for
+    is_close = all(
+        abs(gap) <= MAX_GAP
+        or (count < min_drafts and interval.low <= MAX_GAP and interval.high >= -MAX_GAP)
+        for gap, count, interval in zip(trained - served, reached, intervals, strict=True)
+    )
+    return is_close, figures, bounds
+
+
+def _sums(steps: Sequence[ReplayedStep], k: int) -> list[int]:
+    """Drafts, then steps that accepted more than j, for each position j."""
+    return [len(steps), *(sum(step.num_accepted > j for step in steps) for j in range(k))]
+
+
+def _gap_at(k: int, j: int, sums: np.ndarray) -> np.ndarray:
+    """Gap of conditional rate j, ``[R]``, from sums of both sides side by side."""
+    return _conditional(sums[:, : k + 1])[:, j] - _conditional(sums[:, k + 1 :])[:, j]
+
+
+def _conditional(sums: np.ndarray) -> np.ndarray:
+    """Ratios of neighbours ``[R, K]``; 0 where nothing got that far."""
+    reached, passed = sums[:, :-1], sums[:, 1:]
+    return np.divide(passed, reached, out=np.zeros(passed.shape), where=reached > 0)

@@ -1,0 +1,121 @@
+"""What the ladder judges: one target and one exported head, loaded in the dtype a rung asks for.
+
+Everything comes from directories as a server would read them; nothing is handed over by a trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from mtp_train.heads import build_training_head
+from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.validate.in_training import lm_head_weight
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.head_spec import HeadSpec, load_head
+from runtime.models.heads import build_head
+from runtime.models.heads.mtp import MtpHead
+from runtime.models.loader import Target, load_target
+
+
+@dataclass
+class Subject:
+    """Target and head, each loaded once per dtype. ``runtime_dtype`` is what serving would use.
+
+    fp32 gates need the target in fp32 beside the one in the run's dtype.
+    """
+
+    target_path: str | Path
+    head_path: Path
+    runtime_dtype: torch.dtype
+    engine_config: EngineConfig
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    cache_dir: Path | None = None
+    _targets: dict[torch.dtype, Target] = field(default_factory=dict, repr=False)
+    _heads: dict[torch.dtype, MtpHead] = field(default_factory=dict, repr=False)
+    _contract: tuple[HeadSpec, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+
+    @property
+    def spec(self) -> HeadSpec:
+        return self._load_head()[0]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._load_head()[1]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """fp32 first, then the run's dtype where that is another one."""
+        return tuple(dict.fromkeys((torch.float32, self.runtime_dtype)))
+
+    def target(self, dtype: torch.dtype) -> Target:
+        if dtype not in self._targets:
+            self._targets[dtype] = load_target(
+                self.target_path, dtype=dtype, device=self.device, cache_dir=self.cache_dir
+            )
+        return self._targets[dtype]
+
+    def head(self, dtype: torch.dtype) -> MtpHead:
+        """The inference head over :meth:`target`'s embedding and ``lm_head``."""
+        if dtype not in self._heads:
+            model = self.target(dtype).model
+            self._heads[dtype] = build_head(self.spec, self.tensors, model)
+        return self._heads[dtype]
+
+    def training_head(self, dtype: torch.dtype) -> TrainingHead:
+        """The differentiable twin with the exported weights.
+
+        It knows no draft vocabulary: callers restrict its logits with :meth:`draft_columns`.
+        """
+        spec = replace(self.spec, draft_vocab=None)
+        head = build_training_head(spec, dtype=dtype).to(self.device)
+        head.load_tensors({n: t for n, t in self.tensors.items() if n != "draft_vocab_ids"})
+        return head.eval()
+
+    def embedding(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[V, D]``, the target's own tensor."""
+        return self.target(dtype).model.embedding_VD
+
+    def lm_head(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[V, D]``; a copy where the runtime has packed an untied head."""
+        return lm_head_weight(self.target(dtype).model)
+
+    def draft_columns(self) -> torch.Tensor | None:
+        """Target ids the draft can propose, int64; ``None`` for the whole vocabulary."""
+        return self.tensors.get("draft_vocab_ids")
+
+    def engine(self, dtype: torch.dtype, config: EngineConfig, *, with_head: bool) -> Engine:
+        target = self.target(dtype)
+        return Engine(
+            target.model,
+            config=config,
+            eos_token_ids=target.eos_token_ids,
+            draft=self.head(dtype) if with_head else None,
+        )
+
+    def _load_head(self) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
+        if self._contract is None:
+            spec, tensors = load_head(self.head_path)
+            fingerprint = self.target(self.runtime_dtype).fingerprint
+            if spec.target_fingerprint != fingerprint:
+                raise ValueError(
+                    f"head={self.head_path}: trained for target {spec.target_fingerprint[:12]}, "
+                    f"but target={self.target_path} is {fingerprint[:12]}"
+                )
+            self._contract = spec, tensors
+        return self._contract
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """``max |got - wanted| / max |wanted|`` in float64; 0 for empty tensors."""
+    if not wanted.numel():
+        return 0.0
+    scale = wanted.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((got.double() - wanted.double()).abs().max() / scale)
