@@ -6,6 +6,7 @@ checked by hand. Every acceptance figure carries what it depends on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,16 +23,25 @@ class RungResult:
     figures: Mapping[str, Any] = field(default_factory=dict)
     bounds: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class AcceptanceResult:
-    """Pooled counts over one prompt set, decoded by the runtime with target and draft together."""
+    """Pooled counts over one prompt set, decoded by the runtime with target and draft together.
+
+    ``tau_low`` and ``tau_high`` bound the untrimmed tau (bootstrap over prompts, ``tau_level``).
+    """
 
     prompt_set: str
     temperature: float
     draft_mode: Literal["argmax", "sampled"]
     counts: Acceptance
+    num_prompts: int = 0
+    max_tokens: int = 0
+    tau_low: float = math.nan
+    tau_high: float = math.nan
+    tau_level: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class LadderReport:
                     "figures": dict(rung.figures),
                     "bounds": dict(rung.bounds),
                     "note": rung.note,
+                    "seconds": rung.seconds,
                 }
                 for rung in self.rungs
             },
@@ -82,6 +93,10 @@ class LadderReport:
                     "prompt_set": row.prompt_set,
                     "temperature": row.temperature,
                     "draft_mode": row.draft_mode,
+                    "prompts": row.num_prompts,
+                    "max_tokens": row.max_tokens,
+                    "tau_interval": [row.tau_low, row.tau_high],
+                    "tau_level": row.tau_level,
                     **row.counts.to_dict(),
                 }
                 for row in self.acceptance

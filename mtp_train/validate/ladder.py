@@ -1,0 +1,299 @@
+"""The parity ladder: acceptance first, then the chosen rungs, then one report.
+
+The first rank climbs, the others wait for its report. Prompts are those of the evaluation sets
+that the configuration names (``validate.sets``); stored features and token rows are the run's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from mtp_train.config import Config
+from mtp_train.distributed import ProcessGroup
+from mtp_train.features.manifest import MANIFEST_NAME
+from mtp_train.features.reader import FeatureReader
+from mtp_train.features.target import cache_directory, target_dtype
+from mtp_train.run_dir import RunDirectory, write_json_atomic
+from mtp_train.targets import load_tokenizer
+from mtp_train.validate import p0, p1, p2, p3, p4, p5
+from mtp_train.validate.measure import Measured, measure_acceptance
+from mtp_train.validate.report import AcceptanceResult, LadderReport, RungResult, SpeedResult
+from mtp_train.validate.subject import Subject
+from runtime.cpu import set_threads
+from runtime.request import Generation
+from runtime.seeds import derive_seed
+
+_Item = TypeVar("_Item")
+
+logger = logging.getLogger(__name__)
+
+RUNGS = ("P0", "P1", "P2", "P3", "P4", "P5")
+PARITY_NAME = "parity.json"
+REPORTED_K = (1, 3)  # beside validate.k
+_SEQUENCE_LENS = (200, 64, 150, 33, 90, 120)  # prompt + answer, cut to different lengths
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """An evaluation set as token ids."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
+
+
+def run(config: Config, *, group: ProcessGroup) -> LadderReport:
+    """Climb the rungs of ``config.validate.rungs`` (a collective).
+
+    Writes ``parity.json`` into the run directory and beside the head; the verdict is in the report.
+    Raises ``ValueError`` for an unknown rung, a head of another target or a missing prompt set.
+    """
+    report = _climb_leader_only(config, group) if group.is_leader else None
+    shared: LadderReport = group.broadcast_object(report)
+    return shared
+
+
+def _climb_leader_only(config: Config, group: ProcessGroup) -> LadderReport:
+    unknown = [name for name in config.validate.rungs if name not in RUNGS]
+    if unknown:
+        raise ValueError(f"validate.rungs: {unknown[0]!r} is unknown; allowed: {', '.join(RUNGS)}")
+    if group.device.type == "cpu":
+        set_threads(config.runtime.num_threads)
+    run_dir = RunDirectory.from_config(config)
+    subject = Subject(
+        target_path=config.target.path,
+        head_path=run_dir.head,
+        runtime_dtype=target_dtype(config.target, group.device),
+        engine_config=replace(config.runtime, device=str(group.device)),
+        device=group.device,
+        cache_dir=cache_directory(config.target),
+    )
+    sets = load_prompt_sets(config, subject)
+    report = climb(config, subject, sets, stores=open_stores(run_dir), run_dir=run_dir)
+    content = report.to_dict()
+    write_json_atomic(run_dir.parity_file, content)
+    write_json_atomic(run_dir.head / PARITY_NAME, content)
+    show_report(report)
+    return report
+
+
+def climb(
+    config: Config,
+    subject: Subject,
+    sets: Sequence[PromptSet],
+    *,
+    stores: Sequence[FeatureReader] = (),
+    run_dir: RunDirectory | None = None,
+) -> LadderReport:
+    """Measure acceptance on every set, then climb. The first set also feeds the rungs."""
+    settings = config.validate
+    lengths = sorted({*REPORTED_K, settings.k})
+    seed = derive_seed(config.seed, "ladder")
+    measured = [
+        _log_measured(
+            measure_acceptance(
+                subject.target(subject.runtime_dtype),
+                subject.head(subject.runtime_dtype),
+                chosen.prompts,
+                k=k,
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+                engine_config=subject.engine_config,
+                prompt_set=chosen.name,
+                seed=seed,
+            )
+        )
+        for chosen in sets
+        for k in lengths
+    ]
+    served = _served(subject, sets[0], measured, config)
+    sequences = cut_sequences(served)
+    prompts = sets[0].prompts
+    k = settings.k
+    speed: list[SpeedResult] = []
+
+    def climb_p5() -> RungResult:
+        result, rows = p5.check(subject, prompts, draft_lengths=lengths, prompt_set=sets[0].name)
+        speed.extend(rows)
+        return result
+
+    rungs: dict[str, Callable[[], RungResult]] = {
+        "P0": lambda: p0.check(
+            subject,
+            sequences,
+            stores=stores,
+            token_rows=_token_rows(run_dir, stores),
+            max_logprob_gap=config.features.p0_max_logprob_gap,
+            max_kl=config.features.p0_max_kl,
+        ),
+        "P1": lambda: p1.check(subject, sequences),
+        "P2": lambda: p2.check(subject, sequences, k=k),
+        "P3": lambda: p3.check(
+            subject,
+            _spread(prompts, 8),
+            k=k,
+            max_tokens=48,
+            min_drafts=settings.min_drafts,
+            served=served,
+        ),
+        "P4": lambda: p4.check(subject, _spread(prompts, 16), k=k),
+        "P5": climb_p5,
+    }
+    results = []
+    for name in RUNGS:
+        if name not in settings.rungs:
+            continue
+        started = time.perf_counter()
+        result = replace(rungs[name](), seconds=time.perf_counter() - started)
+        logger.info(
+            "%s %s in %.1f s: %s",
+            name,
+            "passed" if result.passed else "FAILED",
+            result.seconds,
+            result.note,
+        )
+        results.append(result)
+    return LadderReport(
+        target=subject.target(subject.runtime_dtype).fingerprint,
+        head=str(subject.head_path),
+        rungs=tuple(results),
+        acceptance=tuple(_describe(item) for item in measured),
+        speed=tuple(speed),
+    )
+
+
+def load_prompt_sets(config: Config, subject: Subject) -> list[PromptSet]:
+    """The evaluation sets that ``config`` names. At least one is needed."""
+    from data_prep.evaluation import evaluation_prompts
+
+    if not config.validate.sets:
+        raise ValueError("validate.sets is empty: name at least one evaluation set")
+    tokenizer = load_tokenizer(config.target, subject.target(subject.runtime_dtype).path)
+    sets = []
+    for name in config.validate.sets:
+        chosen = evaluation_prompts(
+            name,
+            tokenizer,
+            chat_template=config.data.chat_template,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+        )
+        sets.append(PromptSet(name, tuple(prompt.prompt_ids for prompt in chosen)))
+    return sets
+
+
+def open_stores(run_dir: RunDirectory) -> list[FeatureReader]:
+    """The run's feature stores that exist; shards that are gone are left out."""
+    places = [run_dir.features / split for split in ("train", "validation")]
+    return [
+        FeatureReader(place, missing="skip")
+        for place in places
+        if (place / MANIFEST_NAME).is_file()
+    ]
+
+
+def cut_sequences(served: Sequence[Generation]) -> list[list[int]]:
+    """Prompt and answer of a few generations, cut to different lengths."""
+    chosen = _spread(served, len(_SEQUENCE_LENS))
+    return [
+        [*generation.prompt_ids, *generation.output_ids][:length]
+        for generation, length in zip(chosen, _SEQUENCE_LENS, strict=False)
+    ]
+
+
+def show_report(report: LadderReport) -> None:
+    """Verdicts and acceptance as tables."""
+    from mtp_train.console import make_console, make_table
+
+    console = make_console()
+    verdicts = [
+        (rung.name, "passed" if rung.passed else "FAILED", f"{rung.seconds:.1f} s", rung.note)
+        for rung in report.rungs
+    ]
+    console.print(make_table("parity ladder", ("rung", "verdict", "time", "what"), verdicts))
+    rows = [
+        (
+            row.prompt_set,
+            row.counts.k,
+            f"{row.counts.tau:.3f} [{row.tau_low:.3f}, {row.tau_high:.3f}]",
+            " ".join(f"{rate:.3f}" for rate in row.counts.rates),
+            row.counts.num_drafts,
+            row.num_prompts,
+        )
+        for row in report.acceptance
+    ]
+    names = ("set", "K", "tokens per step", "accepted by position", "drafts", "prompts")
+    console.print(make_table("acceptance", names, rows))
+
+
+def _served(
+    subject: Subject, chosen: PromptSet, measured: Sequence[Measured], config: Config
+) -> tuple[Generation, ...]:
+    """Greedy generations of the first set at ``validate.k``, for P3 and as sequences."""
+    settings = config.validate
+    for item in measured:
+        is_wanted = item.prompt_set == chosen.name and item.k == settings.k
+        if is_wanted and item.temperature == 0 and item.draft_mode == "argmax":
+            return item.generations
+    return measure_acceptance(
+        subject.target(subject.runtime_dtype),
+        subject.head(subject.runtime_dtype),
+        chosen.prompts,
+        k=settings.k,
+        max_tokens=settings.max_tokens,
+        temperature=0.0,
+        engine_config=replace(subject.engine_config, draft_mode="argmax"),
+        prompt_set=chosen.name,
+    ).generations
+
+
+def _token_rows(
+    run_dir: RunDirectory | None, stores: Sequence[FeatureReader]
+) -> dict[str, tuple[int, ...]] | None:
+    """Tokens by sample id, of the run's token set; ``None`` when there is no finished one."""
+    if run_dir is None or not stores:
+        return None
+    from data_prep.token_set import load_token_set, read_fingerprint
+
+    if read_fingerprint(run_dir.data) is None:
+        return None
+    token_set = load_token_set(run_dir.data)
+    wanted = {sample_id for store in stores for sample_id in store.sample_ids}
+    rows = [row for split in ("train", "validation") for row in token_set.rows(split)]
+    return {row.sample_id: row.input_ids for row in rows if row.sample_id in wanted}
+
+
+def _describe(item: Measured) -> AcceptanceResult:
+    return AcceptanceResult(
+        prompt_set=item.prompt_set,
+        temperature=item.temperature,
+        draft_mode="sampled" if item.draft_mode == "sampled" else "argmax",
+        counts=item.acceptance,
+        num_prompts=item.num_prompts,
+        max_tokens=item.max_tokens,
+        tau_low=item.tau_interval.low,
+        tau_high=item.tau_interval.high,
+        tau_level=item.tau_interval.level,
+    )
+
+
+def _log_measured(item: Measured) -> Measured:
+    logger.info(
+        "%s, K=%d, T=%g, %s drafts: tau %.3f over %d steps (%.0f tokens/s)",
+        item.prompt_set,
+        item.k,
+        item.temperature,
+        item.draft_mode,
+        item.acceptance.tau,
+        item.acceptance.num_drafts,
+        item.tokens_per_s,
+    )
+    return item
+
+
+def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """At most ``count`` items, evenly spaced."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
