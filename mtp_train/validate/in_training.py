@@ -237,15 +237,10 @@ def _row_loss(
         torch.tensor(states.token_ids), torch.tensor(row.loss_mask), states.hidden_TD.cpu()
     )
     batch = pack([sample], num_steps=1).to(states.hidden_TD.device, states.hidden_TD.dtype)
-    head_ND = head_output(head, states.draft_TD)[batch.steps[0].rows_N]
+    head_ND = head.state_for_logits(states.draft_TD)[batch.steps[0].rows_N]
     parts = head_loss([head_ND], batch, lm_head_VD, config=loss)
     weight = loss_weight(batch.num_active, step_decay=loss.step_decay)
     return float(parts.total), float(parts.hidden), float(parts.logit), weight
-
-
-def head_output(head: MtpHead, recycled_ND: torch.Tensor) -> torch.Tensor:
-    """The state that ``lm_head`` reads, from the state that ``forward`` returned (recycled)."""
-    return head.state_for_logits(recycled_ND)
 
 
 def lm_head_weight(model: LlamaModel) -> torch.Tensor:

@@ -21,6 +21,7 @@ from runtime.models.base import DraftModel, Model
 from runtime.models.config import ModelConfig
 from runtime.models.heads import build_head
 from runtime.models.llama import LlamaModel
+from runtime.ops import TorchOps
 from runtime.request import Request, SamplingParams
 
 FALSE_ALARM = 1e-4
@@ -125,6 +126,7 @@ def tiny_pair(*, seed: int = 0) -> tuple[LlamaModel, DraftModel]:
         config,
         weights.__getitem__,
         backend=SdpaBackend(),
+        ops=TorchOps(),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

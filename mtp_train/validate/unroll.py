@@ -17,7 +17,6 @@ import torch
 from mtp_train.attention import cut_queries
 from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.packing import HeadBatch, UnrollStep
-from mtp_train.validate.in_training import head_output
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.kv_cache import SlotTable
 from runtime.models.heads.mtp import MtpHead
@@ -90,7 +89,7 @@ def runtime_chain(
     steps = []
     for states in recycled:
         state_SD = torch.cat(states)[order]
-        steps.append(ChainStep(head_output(head, state_SD), head.logits(state_SD)))
+        steps.append(ChainStep(head.state_for_logits(state_SD), head.logits(state_SD)))
     return steps
 
 
