@@ -6,6 +6,7 @@ it with the generation prompt, and a hand-written text of what the model then ge
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -325,6 +326,27 @@ def test_deepseek_parallel_calls_pass_and_a_single_one_never_ends(deepseek_v3: A
     single = rows_of(chat, tool_talk(ROME))
     assert [reject.reason for reject in single.rejects] == ["no_end_of_turn"]
     assert [text for row in single.rows for text in generated(chat, row)] == [texts[1]]
+
+
+def test_deepseek_drops_calls_that_come_with_text(deepseek_v3: Any) -> None:
+    conversation = tool_talk(ROME, PARIS)
+    user, call, *rest = conversation.messages
+    spoken = replace(call, content="Let me look.")
+    result = rows_of(ChatFormat(deepseek_v3), conversation.with_messages((user, spoken, *rest)))
+    assert [reject.reason for reject in result.rejects] == ["template_drops_tool_calls"]
+
+
+def test_arguments_are_given_as_an_object_where_the_template_takes_one() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}="
+        "{{ c.function.arguments if c.function.arguments is string "
+        "else c.function.arguments | tojson(indent=1) }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (row,) = rows_of(ChatFormat(tiny_tokenizer(template)), tool_talk(PARIS)).rows
+    chat = ChatFormat(tiny_tokenizer())
+    assert generated(chat, row)[0] == 'weather={\n "city": "Paré"\n}<|im_end|>'
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"], indirect=True)

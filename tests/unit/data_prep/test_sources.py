@@ -54,7 +54,10 @@ def test_a_file_cut_off_anywhere_gives_every_complete_record(
         records = list(read_source(str(path)))
         complete = sum(end + 3 <= cut for end in ends)
         assert names(records) == list(TALKS)[:complete], cut
-        rest = whole[(ends[complete - 1] + 3) if complete else 0 : cut].strip(" \n,[]")
+        start = (ends[complete - 1] + 3) if complete else 0
+        rest = whole[start:cut].lstrip(" \n,[]")
+        places = [item.record_id for item in records if isinstance(item, Reject)]
+        assert places == ([f"at-{cut - len(rest)}"] if rest else []), cut
         assert reasons(records) == (["damaged_record"] if rest else []), cut
 
 
