@@ -112,7 +112,7 @@ class FeaturesConfig:
     shard_tokens: int = 65536
     max_batch_tokens: int = 4096
     p0_samples_per_shard: int = 2
-    p0_rows_per_sample: int = 64  # the last rows of each sample; decoded step by step
+    p0_rows_per_sample: int = 32  # the last rows of each sample; decoded step by step
     p0_references: tuple[Literal["decode", "huggingface"], ...] = ("decode", "huggingface")
     p0_max_logprob_gap: float = 1e-4  # fp32, before the codec
     p0_max_kl: float = 0.01  # nats, after the codec

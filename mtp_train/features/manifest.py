@@ -73,7 +73,7 @@ class Comparison:
 class P0Figures:
     """The first rung of the parity ladder, measured on a sample of one shard while dumping."""
 
-    num_samples: int
+    num_samples: int  # samples and rows compared with the references
     num_rows: int
     dtype: str  # dtype of the states before the codec
     comparisons: tuple[Comparison, ...]

@@ -3,12 +3,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mtp_train.config import Codec
 from mtp_train.features import p0 as p0_module
-from mtp_train.features.codecs import EncodedRows
+from mtp_train.features.codecs import EncodedRows, encode
 from mtp_train.features.manifest import P0Figures
 from mtp_train.features.p0 import (
     DecodeReference,
@@ -24,6 +26,7 @@ from mtp_train.features.sources import (
     RuntimeSource,
     load_hugging_face,
 )
+from runtime.batch import ForwardBatch
 from runtime.models.loader import load_target
 from runtime.request import HiddenRows
 from tests.unit.features.targets import save_target
@@ -164,6 +167,24 @@ def test_the_decode_path_equals_scoring_row_by_row(bench: Bench) -> None:
         torch.testing.assert_close(got, scores[start:], rtol=1e-5, atol=1e-5)
 
 
+def test_each_window_is_decoded_alone_one_row_per_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bench.runtime.model
+    q_lens: list[tuple[int, ...]] = []
+    forward = model.forward
+
+    def record(batch: ForwardBatch, *arguments: Any) -> torch.Tensor:
+        q_lens.append(batch.q_lens)
+        return forward(batch, *arguments)
+
+    monkeypatch.setattr(model, "forward", record)
+    windows = [p0_module.Window(tuple(range(3, 23)), 15), p0_module.Window((5, 6, 7), 0)]
+    logits = bench.references[0].logits(windows)
+    assert q_lens == [(15,), *[(1,)] * 4, *[(1,)] * 2]
+    assert [len(logits_MV) for logits_MV in logits] == [window.num_rows for window in windows]
+
+
 def test_bf16_states_pass_by_kl_and_by_the_decode_paths_own_error(bf16_bench: Bench) -> None:
     source = bf16_bench.runtime
     figures = bf16_bench.check(source, num_samples=6, num_rows=60)(bf16_bench.samples(source))
@@ -248,6 +269,27 @@ def test_fp8_passes_and_a_broken_codec_aborts(
     monkeypatch.setattr(p0_module, "decode", unscaled)
     with pytest.raises(P0Error, match="codec fp8_e4m3 costs"):
         check(samples)
+
+
+def test_the_codec_is_measured_on_rows_of_every_sample(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = bench.samples(bench.runtime)
+    rows_of = [sample.hidden for sample in samples]
+    check = bench.check(bench.runtime, num_samples=1, num_rows=1)
+    seen: list[torch.Tensor] = []
+
+    def watch(hidden_ND: torch.Tensor, codec: Codec) -> EncodedRows:
+        seen.append(hidden_ND)
+        return encode(hidden_ND, codec)
+
+    monkeypatch.setattr(p0_module, "encode", watch)
+    check(samples)
+    assert torch.equal(seen[0], torch.cat(rows_of)), "few rows: all of them"
+    monkeypatch.setattr(p0_module, "_CODEC_ROWS", 13)
+    check(samples)
+    expected = torch.cat(rows_of)[[i * 117 // 13 for i in range(13)]]
+    assert torch.equal(seen[1], expected)
 
 
 def test_samples_are_spread_over_lengths() -> None:
