@@ -57,6 +57,7 @@ def default_process_group(group: ProcessGroup) -> Iterator[None]:
         yield
         return
     assert group.world_size == 1, "several ranks without torch.distributed"
+    had_rank = "LOCAL_RANK" in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one process
     backend = "nccl" if group.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -64,6 +65,8 @@ def default_process_group(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        if not had_rank:
+            del os.environ["LOCAL_RANK"]
 
 
 @contextlib.contextmanager

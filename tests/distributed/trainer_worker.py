@@ -179,12 +179,7 @@ def _main(rank: int, world_size: int, store: str, jobs: list[Job], results: str)
     dist.destroy_process_group()
 
 
-def _trace() -> str:
-    return traceback.format_exc()
-
-
-def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[str, Any]] | None:
-    """Run jobs one after the other on fresh ranks; None when a rank was killed."""
+def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
@@ -194,6 +189,36 @@ def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[st
             "tests.distributed.trainer_worker",
         ]
     )
+    return context
+
+
+def _trace() -> str:
+    return traceback.format_exc()
+
+
+def _stage_main(config: Config, results: str) -> None:
+    gc.freeze()
+    torch.set_num_threads(1)
+    from mtp_train.distributed import init_process_group
+    from mtp_train.trainer import run
+
+    group = init_process_group(device="cpu")
+    torch.save([run(config, group=group) for _ in range(2)], results)
+
+
+def run_stage(config: Config, *, scratch: Path) -> list[Any]:
+    """The reports of `mtp_train.trainer.run`, called twice in one fresh process."""
+    results = scratch / "reports.pt"
+    child = _context().Process(target=_stage_main, args=(config, str(results)))
+    child.start()
+    child.join(DEADLINE_S)
+    assert child.exitcode == 0
+    return torch.load(results, weights_only=False)
+
+
+def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[str, Any]] | None:
+    """Run jobs one after the other on fresh ranks; None when a rank was killed."""
+    context = _context()
     scratch.mkdir(parents=True, exist_ok=True)
     store, results = scratch / "store", scratch / "results.pt"
     for path in (store, results):
