@@ -1,0 +1,70 @@
+"""`python -m tests.bench [name …]`: run benchmarks, print a table, write `runs/bench/results.json`.
+
+Results of benchmarks that were not asked for are kept in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from mtp_train.console import make_table
+from mtp_train.distributed import init_process_group
+from mtp_train.run_dir import write_json_atomic
+from runtime.cpu import best_dtype, set_threads
+from runtime.models.loader import load_target
+from tests.bench import decode, dump, loss, train
+from tests.bench.harness import BenchResult
+
+RESULTS = Path("runs/bench/results.json")
+
+
+def main(names: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING)
+    set_threads(0)
+    group = init_process_group(device="cpu")
+    target = load_target("smollm2-135m-instruct", dtype=best_dtype(), device=torch.device("cpu"))
+    benches: dict[str, Callable[[], BenchResult]] = {
+        "decode_b1": lambda: decode.run(target, batch=1),
+        "decode_b16": lambda: decode.run(target, batch=16),
+        "dump_sharegpt": lambda: dump.run(target),
+        "train_mtp_k1": lambda: train.run(target, group, hot=False),
+        "train_mtp_k1_hot": lambda: train.run(target, group, hot=True),
+        "loss_memory": loss.run,
+    }
+    unknown = [name for name in names if name not in benches]
+    if unknown:
+        sys.stderr.write(f"unknown benchmark {unknown[0]}; there are: {', '.join(benches)}\n")
+        return 2
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+    results = {row["name"]: row for row in kept}
+    console = Console()
+    for name in names or list(benches):
+        with console.status(name):
+            results[name] = benches[name]().to_dict()
+        write_json_atomic(RESULTS, [results[name] for name in benches if name in results])
+    console.print(make_table("benchmarks", COLUMNS, [_row(row) for row in results.values()]))
+    group.close()
+    return 0
+
+
+COLUMNS = ("name", "ours", "peer", "ratio", "limit", "share", "unit", "note")
+
+
+def _row(row: dict[str, object]) -> tuple[str, ...]:
+    def number(key: str) -> str:
+        value = row[key]
+        return f"{value:.4g}" if isinstance(value, float) else "–"
+
+    numbers = (number(key) for key in ("ours", "peer", "ratio", "limit", "share_of_limit"))
+    return (str(row["name"]), *numbers, str(row["unit"]), str(row["note"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
