@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from mtp_train.config import LossConfig
 from mtp_train.packing import HeadBatch
+from mtp_train.rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def head_loss(
 ) -> LossParts:
     """Loss sums of one packed batch; ``states`` are the head's, one tensor per unroll step."""
     pairs = list(zip(states, batch.steps, strict=True))
-    state_AD = torch.cat([state[step.active_A] for state, step in pairs])
+    state_AD = torch.cat([take_rows(state, step.active_A) for state, step in pairs])
     target_AD = torch.cat([step.target_AD for _, step in pairs])
     weight_A = torch.cat(
         [

@@ -20,6 +20,7 @@ from torch import nn
 
 from mtp_train.attention import AttentionPlan, prefix_chain_attention
 from mtp_train.packing import HeadBatch
+from mtp_train.rows import take_rows
 from runtime.head_spec import HeadSpec, RopeSpec, check_head_tensors
 
 
@@ -131,13 +132,16 @@ class MtpHead(nn.Module):
         for number, step in enumerate(batch.steps):
             positions_N = batch.positions_S[step.rows_N] + number
             if number == 0:
-                x_ND, normed_ND = x_SD[step.rows_N], normed_SD[step.rows_N]
+                x_ND = take_rows(x_SD, step.rows_N)
+                normed_ND = take_rows(normed_SD, step.rows_N)
             else:
-                x_ND = self._combine(step.ids_N, recycled[step.parent_N], positions_N, embedding_VD)
+                x_ND = self._combine(
+                    step.ids_N, take_rows(recycled, step.parent_N), positions_N, embedding_VD
+                )
                 normed_ND = layer.input_layernorm(x_ND)
                 k_NGC, v_NGC = self._keys_values(normed_ND, positions_N)
-                chain_k = [k[step.parent_N] for k in chain_k] + [k_NGC]
-                chain_v = [v[step.parent_N] for v in chain_v] + [v_NGC]
+                chain_k = [take_rows(k, step.parent_N) for k in chain_k] + [k_NGC]
+                chain_v = [take_rows(v, step.parent_N) for v in chain_v] + [v_NGC]
             q_NHC = self._rotate(self._heads(layer.self_attn.q_proj(normed_ND)), positions_N)
             mixed_NHC = prefix_chain_attention(
                 q_NHC,
