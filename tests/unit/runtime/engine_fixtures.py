@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from runtime.batch import BatchMode, ForwardBatch
+from mtp_train.validate.recompute import draft_state_errors
+from runtime.batch import ForwardBatch
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.head_spec import HeadSpec, RopeSpec
@@ -16,9 +17,8 @@ from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import DraftModel
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
-from runtime.request import Phase, Request, RequestState, SamplingParams
-from runtime.spec.mtp import MtpSchedule
-from tests.unit.runtime.model_fixtures import make_batch, make_table, random_ids, save_llama
+from runtime.request import Request, RequestState, SamplingParams
+from tests.unit.runtime.model_fixtures import random_ids, save_llama
 
 VOCAB = 11
 EOS = 2
@@ -177,48 +177,13 @@ def run_stepwise(
     return {state.request.request_id: state.output_ids for state in states}
 
 
-def check_draft_state(engine: Engine, target: Target, *, tolerance: float = 1e-4) -> int:
+def check_draft_state(engine: Engine, *, tolerance: float = 1e-4) -> int:
     """Draft K/V and relay state of every decoding request against a from-scratch recompute.
 
     Returns how many requests were checked. Raises ``AssertionError`` naming what differs.
     """
-    schedule = engine.schedule
-    assert isinstance(schedule, MtpSchedule)
-    checked = 0
-    for state in engine.scheduler.running:
-        if state.phase is not Phase.DECODE:
-            continue
-        length, tokens = state.committed, state.tokens
-        assert length == len(tokens) - 1, "committed length is not one behind the tokens"
-        table = make_table()
-        row = table.acquire_row()
-        num_slots = table.allocator.num_pages * table.page_size
-        batch = make_batch(table, [row], [tokens[:length]], [0])
-        target_pool = target.model.new_pool(num_slots)
-        hidden = target.model.forward(batch, table, target_pool)
-        draft_batch = make_batch(
-            table, [row], [tokens[1 : length + 1]], [0], mode=BatchMode.PREFILL, hidden_ND=hidden
-        )
-        draft_pool = schedule.head.new_pool(num_slots)
-        draft_hidden = schedule.head.forward(draft_batch, table, draft_pool)
-        fresh = table.slots(row, 0, length)
-        held = engine.table.slots(state.row, 0, length)
-        pairs = [
-            ("target K", schedule.target.pool.k[-1][held], target_pool.k[-1][fresh]),
-            ("target V", schedule.target.pool.v[-1][held], target_pool.v[-1][fresh]),
-            ("draft K", schedule.draft.pool.k[0][held], draft_pool.k[0][fresh]),
-            ("draft V", schedule.draft.pool.v[0][held], draft_pool.v[0][fresh]),
-            ("relay hidden", schedule.hidden_RD[state.row], draft_hidden[-1]),
-            (
-                "relay logits",
-                schedule.logits_RV[state.row],
-                schedule.head.logits(draft_hidden[-1:])[0],
-            ),
-        ]
-        for name, got, want in pairs:
-            scale = want.abs().max().clamp_min(1e-6)
-            error = float((got - want).abs().max() / scale)
-            assert error <= tolerance, f"{state.request.request_id}: {name} is off by {error:.2e}"
-        assert int(schedule.last_ids_R[state.row]) == tokens[-1], "relay token is not the last one"
-        checked += 1
-    return checked
+    checked = set()
+    for item in draft_state_errors(engine):
+        checked.add(item.request_id)
+        assert item.error <= tolerance, f"{item.request_id}: {item.name} is off by {item.error:.2e}"
+    return len(checked)

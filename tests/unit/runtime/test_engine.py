@@ -71,7 +71,7 @@ def test_greedy_output_equals_naive_decoding(
 
     def after_step(engine: object) -> None:
         if k:
-            check_draft_state(engine, target)  # type: ignore[arg-type]
+            check_draft_state(engine)  # type: ignore[arg-type]
 
     outputs = run_stepwise(engine, requests, late=late, after_step=after_step)
     for request in requests:
@@ -86,7 +86,7 @@ def test_draft_state_check_covers_accepted_and_rejected_drafts(target: Target) -
 
     def after_step(engine: object) -> None:
         nonlocal checked
-        checked += check_draft_state(engine, target)  # type: ignore[arg-type]
+        checked += check_draft_state(engine)  # type: ignore[arg-type]
 
     requests = make_requests(ignore_eos=True, max_tokens=40)
     states = [engine.add(request) for request in requests]
@@ -224,7 +224,7 @@ def test_preemption_by_recompute_changes_nothing(target: Target, k: int) -> None
 
     def after_step(engine: object) -> None:
         if k:
-            check_draft_state(engine, target)  # type: ignore[arg-type]
+            check_draft_state(engine)  # type: ignore[arg-type]
 
     outputs = run_stepwise(engine, requests, after_step=after_step)
     assert engine.scheduler.num_preemptions > 0, "pages never ran out"

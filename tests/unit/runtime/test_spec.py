@@ -3,7 +3,6 @@ mutants of the schedule that the recompute check must catch."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_train.validate.rejection import joint_g_test
 from runtime.batch import ForwardBatch
+from runtime.config import DraftMode
 from runtime.engine import Engine
 from runtime.models.loader import Target
 from runtime.no_wait import no_wait
-from runtime.request import Request, SamplingParams
 from runtime.sampling import Stream
 from runtime.scheduler import StepPlan
 from runtime.spec import mtp
@@ -25,7 +25,6 @@ from runtime.spec.base import PendingStep
 from runtime.spec.mtp import MtpSchedule
 from runtime.transfer import HostTransfer
 from tests.unit.runtime.engine_fixtures import (
-    VOCAB,
     ByteTokenizer,
     check_draft_state,
     make_engine,
@@ -172,61 +171,17 @@ class LookAheadTransfer(HostTransfer):
 # -- exactness of rejection sampling on a real-shaped model ---------------------------------------
 
 
-def exact_joint(target: Target, prompt: tuple[int, ...], temperature: float) -> torch.Tensor:
-    """p(t1, t2, t3 | prompt), ``[V, V, V]`` float64, from scores of every sequence."""
-    engine = make_engine(target, max_running=64, num_pages=512, max_batch_tokens=512)
-    pairs = [(a, b) for a in range(VOCAB) for b in range(VOCAB)]
-    joint = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
-    for rows in engine.forward_hidden([[*prompt, a, b] for a, b in pairs]):
-        a, b = pairs[int(rows.key)]
-        logits = target.model.logits(rows.hidden_TD[len(prompt) - 1 :]).double() / temperature
-        p = logits.softmax(-1)
-        joint[a, b] = p[0, a] * p[1, b] * p[2]
-    return joint
-
-
-def joint_g_test(target: Target, **settings: Any) -> tuple[float, float]:
-    """G statistic of 24,000 sampled triples against the exact joint, and its 1e-4 quantile."""
-    prompt, temperature, count = (3, 7, 1, 9), 1.2, 24_000
-    engine = make_engine(
-        target,
-        random_head(target),
-        max_running=512,
-        num_pages=2048,
-        page_size=16,
-        max_batch_tokens=4096,
-        max_model_len=32,
-        check_integrity=False,
-        **settings,
-    )
-    counts = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
-    params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=3, ignore_eos=True)
-        for seed in range(count)
-    ]
-    for generation in engine.generate(
-        [Request(str(seed), prompt, sampling) for seed, sampling in enumerate(params)]
-    ):
-        counts[generation.output_ids] += 1
-    expected = exact_joint(target, prompt, temperature).flatten() * count
-    observed = counts.flatten()
-    is_common = expected >= 5
-    observed = torch.cat([observed[is_common], observed[~is_common].sum()[None]])
-    expected = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
-    terms = torch.where(observed > 0, observed * (observed / expected).log(), 0.0)
-    freedom = len(observed) - 1
-    # Wilson-Hilferty quantile of chi-square at 1 - 1e-4 (z = 3.719).
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
-    return float(2 * terms.sum()), limit
+NUM_TRIPLES = 12_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_mode", ["argmax", "sampled"])
 def test_rejection_sampling_has_the_exact_joint_of_three_tokens(
-    target: Target, draft_mode: str
+    target: Target, draft_mode: DraftMode
 ) -> None:
-    g, limit = joint_g_test(target, num_draft_tokens=2, verify="rejection", draft_mode=draft_mode)
-    assert g < limit
+    head = random_head(target)
+    test = joint_g_test(target.model, head, k=2, draft_mode=draft_mode, count=NUM_TRIPLES)
+    assert test.passed
 
 
 @pytest.mark.slow
@@ -239,8 +194,9 @@ def test_mutant_shared_draft_and_accept_stream_turns_the_joint_red(
         return original(seed, position, Stream.ACCEPT)
 
     monkeypatch.setattr(mtp, "philox_uniform", shared)
-    g, limit = joint_g_test(target, num_draft_tokens=2, verify="rejection", draft_mode="sampled")
-    assert g > limit
+    head = random_head(target)
+    test = joint_g_test(target.model, head, k=2, draft_mode="sampled", count=NUM_TRIPLES)
+    assert not test.passed
 
 
 # -- mutants of the schedule: equal output alone cannot see a broken draft -------------------------
@@ -343,4 +299,4 @@ def test_mutants_keep_the_output_but_fail_the_recompute(
 
     assert [g.output_ids for g in build().generate(requests)] == want, "verification repairs it"
     with pytest.raises(AssertionError, match="is off by"):
-        run_stepwise(build(), requests, after_step=lambda engine: check_draft_state(engine, target))
+        run_stepwise(build(), requests, after_step=lambda engine: check_draft_state(engine))
