@@ -8,7 +8,6 @@ Shape legend: V vocabulary, D model width.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,6 @@ from runtime.ops import TorchOps
 from runtime.request import Request, SamplingParams
 
 FALSE_ALARM = 1e-4
-_Z = 3.719  # standard normal quantile at 1 - FALSE_ALARM
 _PROMPT = (3, 7, 1, 9)
 _TEMPERATURE = 1.2
 _MIN_EXPECTED = 5.0  # rarer triples are pooled into one cell
@@ -77,9 +75,18 @@ def joint_g_test(
     expected = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
     terms = torch.where(observed > 0, observed * (observed / expected).log(), 0.0)
     freedom = len(observed) - 1
-    # Wilson-Hilferty approximation of the chi-square quantile.
-    limit = freedom * (1 - 2 / (9 * freedom) + _Z * math.sqrt(2 / (9 * freedom))) ** 3
-    return GTest(float(2 * terms.sum()), limit, freedom)
+    return GTest(float(2 * terms.sum()), chi_square_limit(freedom), freedom)
+
+
+def chi_square_limit(freedom: int) -> float:
+    """The ``1 - FALSE_ALARM`` quantile of chi-square, by bisection."""
+    low, high = 0.0, 10.0 * freedom + 100.0
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    for _ in range(100):
+        middle = (low + high) / 2
+        tail = torch.special.gammaincc(half, torch.tensor(middle / 2, dtype=torch.float64))
+        low, high = (middle, high) if float(tail) > FALSE_ALARM else (low, middle)
+    return high
 
 
 def exact_joint(model: Model) -> torch.Tensor:

@@ -30,7 +30,6 @@ def make_subject(
         head_path=path / "head",
         runtime_dtype=dtype,
         engine_config=RUNTIME,
-        cache_dir=path / "cache",
     )
 
 
