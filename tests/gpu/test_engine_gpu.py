@@ -59,9 +59,7 @@ def test_draft_state_on_the_gpu_equals_a_recompute(model_path: Path) -> None:
     spec = head_spec(target)
     draft = build_head(spec, random_head_tensors(spec), target.model)
     engine = make_engine(target, draft, num_draft_tokens=3)
-    run_stepwise(
-        engine, make_requests(), after_step=lambda engine: check_draft_state(engine)
-    )
+    run_stepwise(engine, make_requests(), after_step=lambda engine: check_draft_state(engine))
 
 
 @pytest.mark.parametrize("k", [0, 2])

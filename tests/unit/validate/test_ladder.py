@@ -1,0 +1,115 @@
+"""The ladder as a whole: what it runs, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep.config import DataConfig
+from mtp_train.config import Config, RunConfig, TargetConfig, ValidateConfig
+from mtp_train.distributed import SingleProcessGroup
+from mtp_train.run_dir import read_json
+from mtp_train.validate import ladder, p4, run
+from mtp_train.validate.ladder import PromptSet, climb
+from mtp_train.validate.rejection import GTest
+from mtp_train.validate.subject import Subject
+from runtime.head_spec import load_head, save_head
+from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
+
+CPU = torch.device("cpu")
+
+
+def make_config(path: Path, **validate: Any) -> Config:
+    return Config(
+        run=RunConfig("ladder", root=str(path / "runs")),
+        target=TargetConfig(str(path / "target"), dtype="float32", device="cpu"),
+        data=DataConfig(),
+        runtime=RUNTIME,
+        validate=ValidateConfig(
+            **{"k": 2, "max_tokens": 20, "head": str(path / "head"), **validate}
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ladder")
+    make_subject(path)
+    return path
+
+
+def subject_at(place: Path) -> Subject:
+    return Subject(place / "target", place / "head", torch.float32, RUNTIME)
+
+
+def fake_sets(config: Config, subject: Subject) -> list[PromptSet]:
+    return [PromptSet("random", tuple(tuple(p) for p in make_prompts()))]
+
+
+def test_run_writes_the_report_beside_run_and_head(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    config = make_config(place, rungs=("P1", "P3"))
+    report = run(config, group=SingleProcessGroup(CPU))
+    assert report.passed
+    assert [rung.name for rung in report.rungs] == ["P1", "P3"]
+    assert all(rung.seconds > 0 for rung in report.rungs)
+    content = read_json(place / "runs" / "ladder" / "parity.json")
+    assert content == read_json(place / "head" / "parity.json")
+    assert content == json.loads(json.dumps(content))
+    assert set(content["rungs"]) == {"P1", "P3"}
+    assert [(row["prompt_set"], row["k"]) for row in content["acceptance"]] == [
+        ("random", 1),
+        ("random", 2),
+        ("random", 3),
+    ]
+    for row in content["acceptance"]:
+        low, high = row["tau_interval"]
+        assert low <= row["tau"] <= high
+        assert row["prompts"] == 6
+        assert row["max_tokens"] == 20
+        assert row["draft_mode"] == "argmax"
+
+
+def test_a_red_rung_fails_the_ladder_and_the_others_still_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, **options: Any) -> p4.OutputComparison:
+        return p4.OutputComparison(num_tokens=10, num_different=1, gaps=(1.0,))
+
+    monkeypatch.setattr(p4, "compare_outputs", wrong)
+    monkeypatch.setattr(p4, "joint_g_test", lambda *args, **options: GTest(1.0, 2.0, 1))
+    config = make_config(place, rungs=("P1", "P4"))
+    report = climb(config, subject_at(place), fake_sets(config, subject_at(place)))
+    assert [(rung.name, rung.passed) for rung in report.rungs] == [("P1", True), ("P4", False)]
+    assert not report.passed
+
+
+def test_sampled_measurement_still_gives_p3_greedy_generations(place: Path) -> None:
+    config = make_config(place, rungs=("P3",), temperature=0.7)
+    report = climb(config, subject_at(place), fake_sets(config, subject_at(place)))
+    assert report.passed
+    assert {row.temperature for row in report.acceptance} == {0.7}
+
+
+def test_unknown_rungs_and_foreign_heads_are_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    group = SingleProcessGroup(CPU)
+    with pytest.raises(ValueError, match=r"validate\.rungs.*P9.*P0"):
+        run(make_config(place, rungs=("P9",)), group=group)
+    spec, tensors = load_head(place / "head")
+    save_head(tmp_path / "head", dataclasses.replace(spec, target_fingerprint="other"), tensors)
+    config = make_config(place, rungs=("P1",))
+    foreign = dataclasses.replace(
+        config, validate=dataclasses.replace(config.validate, head=str(tmp_path / "head"))
+    )
+    with pytest.raises(ValueError, match="trained for target other"):
+        run(foreign, group=group)
