@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.batch import BatchMode, ForwardBatch
+from runtime.cpu_kernels import CpuKernels, load_kernels
 from runtime.kv_cache import SlotTable
 
 LLAMA3_ROPE = {
@@ -53,6 +56,15 @@ def save_llama(path: Path, *, seed: int = 0, **overrides: object) -> LlamaForCau
 def kernel_cache() -> Path:
     """One cache for every test of this user, so that the kernels are compiled once."""
     return Path(tempfile.gettempdir()) / f"mtp-train-tests-{os.getuid()}"
+
+
+def fused_kernels() -> CpuKernels:
+    """The compiled kernels; skips only where there is no compiler, not where they are rejected."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    kernels = load_kernels(kernel_cache())
+    assert kernels is not None, "g++ is here, but the kernels did not build or disagree with torch"
+    return kernels
 
 
 def make_table(*, page_size: int = 16, num_rows: int = 8, num_pages: int = 256) -> SlotTable:

@@ -55,6 +55,14 @@ def test_wrong_private_operators_fall_back_with_a_warning(monkeypatch, caplog):
     assert "other results" in caplog.text
 
 
+def test_a_packed_weight_that_does_not_come_back_exactly_is_not_used(monkeypatch, caplog):
+    reorder = cpu._reorder
+    monkeypatch.setattr(cpu, "_reorder", lambda weight: reorder(weight * (1 + 1e-6)))
+    with caplog.at_level(logging.WARNING):
+        assert not can_pack(torch.float32, CPU)
+    assert "other results" in caplog.text
+
+
 def test_other_dtypes_and_devices_are_not_packed():
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.bfloat16, torch.device("meta"))

@@ -195,6 +195,23 @@ def test_draft_vocabulary_gives_one_column_per_id(target):
     assert full.draft_vocab_ids is None
 
 
+def test_position_offset_moves_the_rotation_of_every_row(target):
+    """Attention sees only differences of positions: the offset shows in the stored keys alone."""
+    _, model = target
+    tensors = random_tensors(BASE)
+    keys = []
+    for offset, start in ((1, 4), (0, 5), (0, 4)):
+        head = build_head(dataclasses.replace(BASE, position_offset=offset), tensors, model)
+        table, pool = make_table(), head.new_pool(4096)
+        row = table.acquire_row()
+        hidden = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(6))
+        batch = make_batch(table, [row], [[1, 2, 3]], [start], hidden_ND=hidden)
+        head.forward(batch, table, pool)
+        keys.append(pool.k[0][batch.write_slots_N].clone())
+    assert torch.equal(keys[0], keys[1])
+    assert relative_error(keys[2], keys[0]) > 0.01
+
+
 def test_embedding_and_head_are_the_targets_own(target):
     _, model = target
     head = build_head(BASE, random_tensors(BASE), model)

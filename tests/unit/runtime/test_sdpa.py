@@ -10,10 +10,9 @@ from runtime.attention.cpu import CpuBackend
 from runtime.attention.masks import causal_mask
 from runtime.attention.sdpa import SdpaBackend
 from runtime.batch import BatchMode
-from runtime.cpu_kernels import load_kernels
 from runtime.kv_cache import KVPool, SlotTable
 from tests.unit.runtime.model_fixtures import (
-    kernel_cache,
+    fused_kernels,
     make_batch,
     make_table,
     relative_error,
@@ -25,10 +24,7 @@ from tests.unit.runtime.model_fixtures import (
 def backend(request) -> AttentionBackend:
     if request.param == "sdpa":
         return SdpaBackend()
-    kernels = load_kernels(kernel_cache())
-    if kernels is None:
-        pytest.skip("no C++ compiler here")
-    return CpuBackend(kernels)
+    return CpuBackend(fused_kernels())
 
 
 def make_pool(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVPool:
@@ -122,11 +118,32 @@ def test_mixed_rows_equal_the_slow_loop(backend, heads, page_size, is_scattered)
     error = run_and_compare(
         backend,
         table,
-        starts=[0, 70, 5, 63, 130],
-        lens=[40, 1, 4, 2, 67],
+        starts=[0, 70, 5, 63, 130, 2, 40],
+        lens=[40, 1, 4, 2, 67, 1, 4],
         heads=heads,
         width=16,
         is_scattered=is_scattered,
+    )
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("start", [0, 20])
+def test_chunks_longer_than_a_block_of_rows(backend, start):
+    error = run_and_compare(
+        backend, make_table(), starts=[start], lens=[150], heads=(2, 1), width=8
+    )
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_requests_of_unequal_length_decode_together(backend, q_len):
+    error = run_and_compare(
+        backend,
+        make_table(),
+        starts=[3, 80, 41, 64],
+        lens=[q_len] * 4,
+        heads=(4, 2),
+        width=16,
     )
     assert error < 1e-5
 
