@@ -39,9 +39,13 @@ inline V load(const float* p) {
 }
 
 inline V load(const uint16_t* p) {
+#if defined(__AVX512F__)  // compilers split the generic conversion into halves
+  return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   H16 h;
   std::memcpy(&h, p, sizeof h);
   return (V)(__builtin_convertvector(h, U) << 16);
+#endif
 }
 
 inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
@@ -54,8 +58,12 @@ inline U round_bits(V v) {  // round to nearest even; NaN stays NaN
 }
 
 inline void store(uint16_t* p, V v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)round_bits(v)));
+#else
   H16 h = __builtin_convertvector(round_bits(v), H16);
   std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 inline float to_float(float x) { return x; }
@@ -86,12 +94,18 @@ inline V select(I mask, V a, V b) { return (V)(((I)a & mask) | ((I)b & ~mask)); 
 inline V vmax(V a, V b) { return select(a > b, a, b); }
 
 inline float sum(V v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
   float total = 0;
   for (int i = 0; i < kLanes; i++) total += v[i];
   return total;
 }
 
 inline float max(V v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float best = v[0];
   for (int i = 1; i < kLanes; i++) best = v[i] > best ? v[i] : best;
   return best;
@@ -214,6 +228,14 @@ struct Float32 {
   }
 };
 
+inline void store_pairs(uint16_t* p, V v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#else
+  store(p, v);
+#endif
+}
+
 #if defined(__AVX512BF16__)
 struct Bfloat16 {
   static constexpr int kPerWord = 2;
@@ -313,6 +335,26 @@ void transpose_words(const uint32_t* const* rows, long words, uint32_t* to) {
 #endif
 }
 
+// to[i] = the pair (low[i], high[i]) of two rows, the lower half first.
+inline void pair_rows(const uint16_t* low, const uint16_t* high, long count, uint32_t* to) {
+  long i = 0;
+#if defined(__AVX512BW__)
+  alignas(64) static const uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,
+                                                  37, 6, 38, 7, 39, 8,  40, 9,  41, 10, 42,
+                                                  11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(kFirst);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  for (; i + 32 <= count; i += 32) {
+    const __m512i a = _mm512_loadu_si512(low + i), b = _mm512_loadu_si512(high + i);
+    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(a, first, b));
+    _mm512_storeu_si512(to + i + 16, _mm512_permutex2var_epi16(a, second, b));
+  }
+#endif
+  for (; i < count; i++) to[i] = (uint32_t)high[i] << 16 | low[i];
+}
+
+inline void pair_rows(const float*, const float*, long, uint32_t*) {}  // float words are no pairs
+
 struct Request {
   long row_start, q_len, kv_len;
   const int64_t* slots;  // of positions 0 .. kv_len - 1
@@ -346,26 +388,34 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
   const long key_words = kKeyBlock / Word::kPerWord;
   s.q.resize(kMaxRows * words);
   s.k.resize(words * kKeyBlock);
-  s.v.resize(key_words * cp);
+  if (cp != c)
+    s.v.assign(key_words * cp, 0u);  // columns past the width stay zero
+  else
+    s.v.resize(key_words * cp);
   s.p.resize(kMaxRows * key_words);
   s.scores.resize(kMaxRows * kKeyBlock);
   s.out.resize(kMaxRows * cp);
   s.zeros.resize(c * 4);
   if (kIsStaged) s.staged.resize(kKeyBlock * c);
+  // Plain pointers: the compiler cannot know that stores leave the vectors' own fields alone.
+  uint32_t *q_words = s.q.data(), *k_words = s.k.data(), *v_words = s.v.data(), *p_words = s.p.data();
+  float *scores = s.scores.data(), *sums = s.out.data(), *staged = s.staged.data();
+  float *highest_of = s.highest, *total_of = s.total;
+  const T* none = (const T*)s.zeros.data();
 
   for (long i = 0; i < task.q_count; i++)
     for (long r = 0; r < group; r++) {
       const T* from = q + (request.row_start + task.q_start + i) * shape.q_stride +
                       (task.kv_head * group + r) * c;
-      uint32_t* to = s.q.data() + (i * group + r) * words;
+      uint32_t* to = q_words + (i * group + r) * words;
       if (kIsStaged)
         for (long j = 0; j < c; j++) ((float*)to)[j] = to_float(from[j]);
       else
         std::memcpy(to, from, c * sizeof(T));
     }
-  std::fill_n(s.out.data(), m * cp, 0.0f);
-  std::fill_n(s.highest, m, -INFINITY);
-  std::fill_n(s.total, m, 0.0f);
+  std::fill_n(sums, m * cp, 0.0f);
+  std::fill_n(highest_of, m, -INFINITY);
+  std::fill_n(total_of, m, 0.0f);
 
   const long first_position = request.kv_len - request.q_len + task.q_start;
   const long kv_end = first_position + task.q_count;  // keys the last row of the tile sees
@@ -383,43 +433,39 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
     const T* v_rows[kKeyBlock];
     const uint32_t* k_rows[kKeyBlock];
     for (long j = 0; j < kKeyBlock; j++) {
-      const T* none = (const T*)s.zeros.data();
       const long at = j < count ? request.slots[start + j] * kv_stride + task.kv_head * c : 0;
       const T* k_row = j < count ? pool_k + at : none;
       v_rows[j] = j < count ? pool_v + at : none;
       if (kIsStaged) {
-        float* to = s.staged.data() + j * c;
+        float* to = staged + j * c;
         for (long i = 0; i < c; i++) to[i] = to_float(k_row[i]);
         k_rows[j] = (const uint32_t*)to;
       } else {
         k_rows[j] = (const uint32_t*)k_row;
       }
     }
-    transpose_words(k_rows, words, s.k.data());
-    for (long j = 0; j < key_words; j++)
-      for (long i = 0; i < cp; i += kLanes) {
-        const long left = std::min<long>(kLanes, c - i);
-        uint32_t* to = s.v.data() + j * cp + i;
-        if (Word::kPerWord == 1) {
-          const T* from = v_rows[j] + i;
-          store((float*)to, left == kLanes ? load(from) : load_tail(from, left));
-        } else {
-          const T *low = v_rows[2 * j] + i, *high = v_rows[2 * j + 1] + i;
-          U a = (U)(left == kLanes ? load(low) : load_tail(low, left));
-          U b = (U)(left == kLanes ? load(high) : load_tail(high, left));
-          U pair = (a >> 16) | b;
-          std::memcpy(to, &pair, sizeof pair);
-        }
+    transpose_words(k_rows, words, k_words);
+    for (long j = 0; j < key_words; j++) {
+      uint32_t* to = v_words + j * cp;
+      if (Word::kPerWord == 2) {
+        pair_rows(v_rows[2 * j], v_rows[2 * j + 1], c, to);
+        continue;
       }
+      for (long i = 0; i < c; i += kLanes) {
+        const long left = std::min<long>(kLanes, c - i);
+        const T* from = v_rows[j] + i;
+        store((float*)to + i, left == kLanes ? load(from) : load_tail(from, left));
+      }
+    }
 
-    multiply<Word>(m, kKeyBlock / kLanes, s.q.data(), words, s.k.data(), kKeyBlock,
-                   s.scores.data(), kKeyBlock, words, false);
+    multiply<Word>(m, kKeyBlock / kLanes, q_words, words, k_words, kKeyBlock,
+                   scores, kKeyBlock, words, false);
 
     for (long row = 0; row < m; row++) {
       // Bottom-right causality: keys of this block that the row may see.
       const long visible = first_position + row / group + 1 - start;
-      float* score = s.scores.data() + row * kKeyBlock;
-      uint32_t* p = s.p.data() + row * key_words;
+      float* score = scores + row * kKeyBlock;
+      uint32_t* p = p_words + row * key_words;
       if (visible <= 0) {
         std::fill_n(p, key_words, 0u);
         continue;
@@ -434,7 +480,7 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
                             splat(-INFINITY));
         best = vmax(value[v], best);
       }
-      const float highest = std::max(s.highest[row], max(best));
+      const float highest = std::max(highest_of[row], max(best));
       V total{};
 #pragma GCC unroll 4
       for (int v = 0; v < kKeyBlock / kLanes; v++) {
@@ -445,25 +491,25 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
         if (Word::kPerWord == 1)
           store((float*)p + v * kLanes, e);
         else
-          store((uint16_t*)p + v * kLanes, e);
+          store_pairs((uint16_t*)p + v * kLanes, e);
       }
-      if (highest != s.highest[row]) {
-        const float decay = std::exp(s.highest[row] - highest);
-        s.total[row] *= decay;
-        float* o = s.out.data() + row * cp;
+      if (highest != highest_of[row]) {
+        const float decay = std::exp(highest_of[row] - highest);
+        total_of[row] *= decay;
+        float* o = sums + row * cp;
         for (long i = 0; i < cp; i += kLanes) store(o + i, load(o + i) * decay);
-        s.highest[row] = highest;
+        highest_of[row] = highest;
       }
-      s.total[row] += sum(total);
+      total_of[row] += sum(total);
     }
-    multiply<Word>(m, cp / kLanes, s.p.data(), key_words, s.v.data(), cp, s.out.data(), cp,
+    multiply<Word>(m, cp / kLanes, p_words, key_words, v_words, cp, sums, cp,
                    key_words, true);
   }
   for (long row = 0; row < m; row++) {
     T* to = out + ((request.row_start + task.q_start + row / group) * shape.heads +
                    task.kv_head * group + row % group) * c;
-    const float* o = s.out.data() + row * cp;
-    const float scale = 1.0f / s.total[row];
+    const float* o = sums + row * cp;
+    const float scale = 1.0f / total_of[row];
     for (long i = 0; i < c; i += kLanes) {
       const long left = std::min<long>(kLanes, c - i);
       if (left == kLanes)
@@ -500,7 +546,8 @@ void attend(const T* q, const T* k, const T* v, long q_stride, long kv_stride,
       std::memcpy(pool_k + write_slots[i] * kv_width, k + i * kv_stride, kv_width * sizeof(T));
       std::memcpy(pool_v + write_slots[i] * kv_width, v + i * kv_stride, kv_width * sizeof(T));
     }
-    static thread_local Scratch scratch;
+    static thread_local Scratch scratch_of_thread;
+    Scratch& scratch = scratch_of_thread;
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < num_tasks; i++)
       attend_tile<Word, T>(tasks[i], shape, q, pool_k, pool_v, out, scratch);
