@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from mtp_train.events import read_events
+from mtp_train.losses import head_loss, loss_weight
+from mtp_train.packing import pack, plan_epoch
 from runtime.head_spec import load_head
-from tests.distributed.trainer_worker import Job, run_jobs
+from runtime.seeds import derive_seed
+from tests.distributed.trainer_worker import Job, TinyStore, make_config, run_jobs
+from tests.unit.trainer.reference import random_embedding, random_head, tiny_spec
 
 STAGES = (0, 1, 2, 3)
 FIGURES = ("loss", "hidden_loss", "logit_loss", "learning_rate", "grad_norm", "num_active")
@@ -44,7 +48,15 @@ def equality_runs(tmp_path_factory):
                 trainer={"gradient_accumulation": 3},
             )
         )
-        jobs.append(Job(str(root), f"sub-vocabulary-world{world}", zero_stage=1, kept=40))
+        jobs.append(
+            Job(
+                str(root),
+                f"sub-vocabulary-world{world}",
+                zero_stage=1,
+                kept=40,
+                loss={"tail_sample_size": 8},
+            )
+        )
         for job, outcome in zip(
             jobs, run_jobs(jobs, world_size=world, scratch=root / f"w{world}"), strict=True
         ):
@@ -68,12 +80,45 @@ def test_every_zero_stage_and_world_size_trains_the_same_head(equality_runs):
             )
 
 
+def test_the_engine_trains_what_a_plain_loop_trains(equality_runs):
+    root, runs = equality_runs
+    job = Job(str(root))
+    config, store, spec = make_config(job), TinyStore(job), tiny_spec()
+    embedding, lm_head = random_embedding(spec), random_embedding(spec, seed=8)
+    head = random_head(spec)
+    optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    curve = steps_of(root, "stage0-world1")
+    plan = [
+        indices
+        for epoch in range(2)
+        for indices in plan_epoch(
+            store.lengths.tolist(),
+            tokens_per_step=40,
+            seed=derive_seed(config.seed, "order"),
+            epoch=epoch,
+        )
+    ]
+    for number, indices in enumerate(plan, start=1):
+        batch = pack([store.samples[i] for i in indices], num_steps=2)
+        parts = head_loss(head(batch, embedding), batch, lm_head, config=config.loss)
+        loss = parts.total / loss_weight(batch.num_active, step_decay=0.6)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = curve[number]["learning_rate"]
+        optimizer.step()
+        assert curve[number]["loss"] == pytest.approx(loss.item(), rel=2e-4)
+        assert curve[number]["grad_norm"] == pytest.approx(norm.item(), rel=2e-4)
+    assert len(curve) == len(plan)
+    for name, tensor in head.export_tensors().items():
+        expected = runs["stage0-world1"]["tensors"][name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=2e-5, msg=name)
+
+
 def test_sub_vocabulary_loss_does_not_depend_on_the_world_size(equality_runs):
     root, _ = equality_runs
     one, two = (steps_of(root, f"sub-vocabulary-world{world}") for world in (1, 2))
     check_same_curve(one, two, rel=2e-4)
-    full = steps_of(root, "stage1-world1")
-    assert one[1]["logit_loss"] < full[1]["logit_loss"]  # merging outcomes loses entropy
 
 
 def test_embedding_and_lm_head_are_outside_the_engine_and_unchanged(equality_runs):
@@ -102,6 +147,13 @@ def faulty_runs(tmp_path_factory):
         Job(str(root), "nan-bf16-3", zero_stage=3, nan_samples=(4,), **lowp),
         Job(str(root), "hopeless", nan_samples=tuple(range(13)), trainer={"max_nonfinite_run": 3}),
         Job(str(root), "bf16-plain", zero_stage=0, **lowp),
+        Job(
+            str(root),
+            "overflow",
+            zero_stage=2,
+            loss={"hidden_weight": 1e22},
+            trainer={"max_nonfinite_run": 3},
+        ),
         Job(
             str(root),
             "validated",
@@ -137,6 +189,12 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(faulty_runs, na
 def test_too_many_steps_in_a_row_without_finite_gradients_end_the_run(faulty_runs):
     _, outcomes = faulty_runs
     assert "TrainingDivergedError: 3 steps in a row" in outcomes["hopeless"]["error"]
+
+
+def test_gradients_whose_norm_overflows_are_skipped_though_the_loss_is_finite(faulty_runs):
+    root, outcomes = faulty_runs
+    assert "TrainingDivergedError: 3 steps in a row" in outcomes["overflow"]["error"]
+    assert all(isinstance(e["loss"], float) for e in steps_of(root, "overflow").values())
 
 
 def test_bfloat16_without_zero_is_refused(faulty_runs):
@@ -181,6 +239,7 @@ KILL_JOB = {
     "zero_stage": 1,
     "dtype": "bfloat16",
     "kept": 40,
+    "loss": {"tail_sample_size": 8},
     "taus": (1.2, 1.5, 1.3, 1.6),
     "trainer": {"epochs": 2, "validate_every": 2, "max_steps": 8},
 }

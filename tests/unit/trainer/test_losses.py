@@ -98,6 +98,27 @@ def test_sub_vocabulary_with_the_whole_tail_equals_the_bucketed_distributions(te
     assert relative(grad, expected_grad) < 1e-5
 
 
+def test_a_sampled_tail_stands_for_everything_outside(tensors):
+    state, target, weight, lm_head = tensors
+    kept = torch.arange(60)
+    lse = target_log_normaliser(target, lm_head, row_chunk=16)
+    sub = TailSampler(kept, lm_head, sample_size=30).draw(seed=4)
+    ours = soft_cross_entropy_sum(
+        state, target, weight, lm_head, row_chunk=8, target_lse_A=lse, sub_vocab=sub
+    )
+    p = torch.softmax(target @ lm_head.t(), -1)
+    logits = state @ lm_head.t()
+    rest = torch.logsumexp(logits[:, sub.ids_W[60:]], -1, keepdim=True)
+    rest = rest + torch.tensor((V - 60) / 30).log()
+    log_q = torch.log_softmax(torch.cat((logits[:, kept], rest), -1), -1)
+    bucketed = torch.cat((p[:, kept], p[:, 60:].sum(-1, keepdim=True)), -1)
+    expected = -((bucketed * log_q).sum(-1) * weight).sum()
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+    (grad,) = torch.autograd.grad(ours, state)
+    (expected_grad,) = torch.autograd.grad(expected, state)
+    assert relative(grad, expected_grad) < 1e-5
+
+
 def test_sampled_tail_estimates_the_partition_function_without_bias(tensors):
     state, _, _, lm_head = tensors
     kept = torch.arange(60)
