@@ -41,11 +41,13 @@ class P4Sizes:
 def check(
     subject: Subject, prompts: Sequence[Sequence[int]], *, k: int, sizes: P4Sizes | None = None
 ) -> RungResult:
-    """``prompts``: token ids; the first ``state_requests`` are also used for the state."""
+    """``prompts``: token ids; every second is also decoded keyed, the first ``state_requests`` are
+    also used for the state.
+    """
     sizes = sizes or P4Sizes()
     greedy = compare_outputs(subject, prompts, k=k, max_tokens=sizes.max_tokens, temperature=0.0)
     keyed = compare_outputs(
-        subject, prompts, k=k, max_tokens=sizes.max_tokens, temperature=KEYED_TEMPERATURE
+        subject, prompts[::2], k=k, max_tokens=sizes.max_tokens, temperature=KEYED_TEMPERATURE
     )
     num_ties = sum(gap < TIE_GAP for gap in greedy.gaps)
     figures: dict[str, Any] = {
