@@ -19,6 +19,7 @@ from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.train_loop import SampleSource, Trainer, TrainInputs, ignore
+from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, count_physical_cores, set_threads
 from runtime.models.config import load_config
@@ -42,11 +43,6 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
     Raises ``ValueError`` for input that does not fit and ``TrainingDivergedError`` after too many
     steps without finite gradients.
     """
-    if config.validate.placement != "inline":
-        raise ValueError(
-            f"validate.placement={config.validate.placement}: during training only inline is "
-            "supported"
-        )
     if group.device.type == "cpu":
         share = max(1, count_physical_cores() // group.local_world_size)
         set_threads(config.runtime.num_threads or share)
@@ -70,7 +66,7 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
 def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Validator | None]:
     """Features, target tensors, first weights, and the validator if one is asked for.
 
-    With a validator the embedding and ``lm_head`` are the runtime target's own storage.
+    With an inline validator the embedding and ``lm_head`` are the runtime target's own storage.
     """
     run_directory = RunDirectory.from_config(config)
     cache = cache_directory(config.target)
@@ -95,7 +91,10 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         return checkpoint.read(name, dtype=torch.float32, device=torch.device("cpu"))
 
     validator: Validator | None = None
-    if config.trainer.validate_every:
+    is_inline = config.validate.placement == "inline"
+    if config.trainer.validate_every and not is_inline:
+        validator = SubprocessValidator(config, group=group)
+    if config.trainer.validate_every and is_inline:
         target = load_target(config.target.path, dtype=dtype, device=group.device, cache_dir=cache)
         validator = build_validator(config, target=target, group=group)
         embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)

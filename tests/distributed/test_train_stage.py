@@ -12,10 +12,12 @@ from datasets import Dataset
 from data_prep.ids import hash_token_ids
 from mtp_train.config import LossConfig, TrainerConfig, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
+from mtp_train.errors import StageRefusedError
 from mtp_train.events import read_events
 from mtp_train.features.target import cache_directory
 from mtp_train.precompute import run as precompute
 from mtp_train.trainer import frequent_answer_ids, open_inputs
+from mtp_train.validate.in_subprocess import SubprocessValidator
 from runtime.head_spec import load_head
 from runtime.models.loader import load_target
 from tests.distributed.trainer_worker import run_stage
@@ -100,6 +102,38 @@ def test_training_starts_from_the_targets_own_storage_and_the_chosen_head(traine
     assert inputs.embedding_VD is validator._target.model.embedding_VD
     assert inputs.kept_ids.numel() == 40
     assert inputs.spec.hidden_size == SMALL["hidden_size"]
+
+
+def test_validation_in_a_subprocess_gives_the_inline_figures(trained, monkeypatch):
+    config, run, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    _, inline = open_inputs(config, group=group)
+    apart = dataclasses.replace(
+        config, validate=dataclasses.replace(config.validate, placement="subprocess")
+    )
+    _, subprocess = open_inputs(apart, group=group)
+    spec, tensors = load_head(run / "head")
+    monkeypatch.setenv("RANK", "0")  # what torchrun leaves must not reach the process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    want, got = inline(7, spec, tensors), subprocess(7, spec, tensors)
+    assert got.wall_s > 0
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    for name in ("step", "tau", "rates", "num_drafts", "num_loss_rows", "num_prompts"):
+        assert getattr(got, name) == getattr(want, name)
+    assert not any((run / "validation").iterdir()), "the head handed over is left behind"
+
+
+def test_a_failing_validation_process_is_told_with_its_last_words(trained):
+    config, run, _ = trained
+    broken = dataclasses.replace(
+        config,
+        target=dataclasses.replace(config.target, path="/nowhere"),
+        validate=dataclasses.replace(config.validate, placement="subprocess"),
+    )
+    validator = SubprocessValidator(broken, group=SingleProcessGroup(torch.device("cpu")))
+    spec, tensors = load_head(run / "head")
+    with pytest.raises(StageRefusedError, match=r"(?s)step 3 failed in its process.*/nowhere"):
+        validator(3, spec, tensors)
 
 
 def test_features_of_another_target_are_refused(trained, tmp_path):
