@@ -27,7 +27,14 @@ import torch
 from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
 from runtime.config import DraftMode, VerifyMode
 from runtime.models.base import DraftModel
-from runtime.sampling import SamplingTensors, Stream, inverse_cdf, philox_uniform, token_probs
+from runtime.sampling import (
+    SamplingTensors,
+    Stream,
+    argmax,
+    inverse_cdf,
+    philox_uniform,
+    token_probs,
+)
 from runtime.scheduler import StepPlan, Work
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
 from runtime.transfer import HostTransfer
@@ -149,7 +156,7 @@ class MtpSchedule(PlainSchedule):
                 hidden_BD = self.draft.forward(batch)
                 logits_BV = self.head.logits(hidden_BD)
             if self.draft_mode == "argmax":
-                drafts.append(self._to_target_ids(logits_BV.argmax(-1)))
+                drafts.append(self._to_target_ids(argmax(logits_BV)))
                 continue
             probs_BV = token_probs(self._to_target_logits(logits_BV), sampling)
             positions_B = upload_ids([start + 1 + step for start in starts], self.device)

@@ -10,7 +10,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.models.loader import Target
 from runtime.request import Request, SamplingParams
-from tests.bench.harness import BenchResult, seconds_interleaved, streaming_bytes_per_second
+from tests.bench.harness import BenchResult, interleave, streaming_bytes_per_second
 
 NEW_TOKENS = 96
 
@@ -41,24 +41,27 @@ def run(target: Target, *, batch: int) -> BenchResult:
                 pad_token_id=pad,
             )
 
-    ours, theirs = seconds_interleaved(
-        lambda: engine.generate(requests) and None, peer_round, rounds=5
+    config = target.config
+    kv_tokens = sum(map(len, prompts)) / batch + NEW_TOKENS / 2
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * kv_tokens
+    bytes_per_step = weight_bytes(target) + batch * kv_bytes
+    timing = interleave(
+        lambda: engine.generate(requests) and None,
+        peer_round,
+        lambda: batch * streaming_bytes_per_second(target.model.dtype) / bytes_per_step,
+        units=batch * NEW_TOKENS,
+        rounds=5,
     )
     tokens = batch * NEW_TOKENS
     name = f"decode_b{batch}"
-    rate = streaming_bytes_per_second(target.model.dtype)
-    config = target.config
-    kv_tokens = longest + NEW_TOKENS / 2
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * kv_tokens
-    bytes_per_step = weight_bytes(target) + batch * kv_bytes
-    limit = batch * rate / bytes_per_step
+    rate = timing.limit * bytes_per_step / batch
     return BenchResult(
         name=name,
-        ours=tokens / ours,
-        peer=tokens / theirs,
-        ratio=theirs / ours,
-        limit=limit,
-        share_of_limit=tokens / ours / limit,
+        ours=tokens / timing.ours_s,
+        peer=tokens / timing.peer_s,
+        ratio=timing.peer_s / timing.ours_s,
+        limit=timing.limit,
+        share_of_limit=timing.share,
         unit="tokens/s",
         command=f"make bench BENCH={name}",
         note=f"streaming {rate / 1e9:.1f} GB/s, {bytes_per_step / 1e6:.0f} MB per step",

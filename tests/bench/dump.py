@@ -19,7 +19,7 @@ from runtime.models.loader import Target
 from tests.bench.harness import BenchResult, matrix_seconds_per_row, seconds_interleaved
 from tests.bench.train import sharegpt_rows
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 2048
 NUM_ROWS = 96
 
 

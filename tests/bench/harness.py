@@ -38,30 +38,48 @@ class BenchResult:
         return asdict(self)
 
 
-def seconds_interleaved(
-    ours: Callable[[], None], peer: Callable[[], None], *, rounds: int
-) -> tuple[float, float]:
-    """Median seconds of both after one warm-up each, alternating, starting side alternating too."""
+@dataclass(frozen=True)
+class Timing:
+    """Medians over rounds; ``limit`` in units per second, ``share`` from each round's own limit."""
+
+    ours_s: float
+    peer_s: float
+    limit: float
+    share: float
+
+
+def interleave(
+    ours: Callable[[], None],
+    peer: Callable[[], None],
+    limit: Callable[[], float],
+    *,
+    units: float,
+    rounds: int,
+) -> Timing:
+    """Alternate both sides and the limit's measurement, after one warm-up; ``units`` per call.
+
+    The starting side alternates too. The machine's speed drifts, so each round has its own limit.
+    """
     ours()
     peer()
-    times: dict[int, list[float]] = {0: [], 1: []}
+    limit()
+    times: tuple[list[float], list[float]] = ([], [])
+    limits, shares = [], []
     for number in range(rounds):
         order = (0, 1) if number % 2 == 0 else (1, 0)
         for which in order:
+            if which == 0:
+                limits.append(limit())
             start = time.perf_counter()
             (ours, peer)[which]()
             times[which].append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def median_seconds(function: Callable[[], object], *, rounds: int) -> float:
-    function()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        shares.append(units / times[0][-1] / limits[-1])
+    return Timing(
+        statistics.median(times[0]),
+        statistics.median(times[1]),
+        statistics.median(limits),
+        statistics.median(shares),
+    )
 
 
 def best_seconds(function: Callable[[], object], *, rounds: int) -> float:
@@ -89,7 +107,7 @@ def streaming_bytes_per_second(dtype: torch.dtype) -> float:
             matrix(x)
 
     with torch.inference_mode():
-        seconds = best_seconds(sweep, rounds=15)
+        seconds = best_seconds(sweep, rounds=5)
     return copies * rows * width * x.element_size() / seconds
 
 
@@ -103,6 +121,6 @@ def matrix_seconds_per_row(
             weight = torch.randn(out_width, in_width).to(dtype)
             linear = Linear(weight, pack=can_pack(dtype, torch.device("cpu")))
             x = torch.randn(rows, in_width).to(dtype)
-            seconds += best_seconds(lambda linear=linear, x=x: linear(x), rounds=15)
+            seconds += best_seconds(lambda linear=linear, x=x: linear(x), rounds=8)
             flops += 2.0 * rows * out_width * in_width
     return seconds / rows, flops / seconds

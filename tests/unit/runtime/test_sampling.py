@@ -11,6 +11,7 @@ from runtime.request import SamplingParams
 from runtime.sampling import (
     SamplingTensors,
     Stream,
+    argmax,
     inverse_cdf,
     philox_uniform,
     sample,
@@ -116,6 +117,14 @@ def test_batch_neighbours_do_not_change_a_row() -> None:
     for row, params in enumerate(PARAMS):
         alone = token_probs(logits[row : row + 1], SamplingTensors.build([params], CPU))
         torch.testing.assert_close(alone[0], together[row], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_takes_the_lowest_id_on_a_tie(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 40, (64, 49152), generator=generator).to(dtype)
+    want = [row.index(max(row)) for row in logits.tolist()]
+    assert argmax(logits).tolist() == want
 
 
 def test_inverse_cdf_never_returns_zero_weight() -> None:
