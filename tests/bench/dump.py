@@ -16,7 +16,7 @@ from mtp_train.features.manifest import Fingerprint
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
 from mtp_train.features.writer import FeatureWriter, recover_store
 from runtime.models.loader import Target
-from tests.bench.harness import BenchResult, matrix_seconds_per_row, seconds_interleaved
+from tests.bench.harness import BenchResult, interleave, matrix_seconds_per_row
 from tests.bench.train import sharegpt_rows
 
 BATCH_TOKENS = 2048
@@ -51,23 +51,24 @@ def run(target: Target) -> BenchResult:
         for _ in peer.hidden(sequences):
             pass
 
-    our_s, peer_s = seconds_interleaved(dump, forward_only, rounds=5)
     num_tokens = sum(map(len, sequences))
-    limit, note = _limit(target, sequences)
+    timing = interleave(
+        dump, forward_only, lambda: _limit(target, sequences), units=num_tokens, rounds=5
+    )
     return BenchResult(
         name="dump_sharegpt",
-        ours=num_tokens / our_s,
-        peer=num_tokens / peer_s,
-        ratio=peer_s / our_s,
-        limit=limit,
-        share_of_limit=num_tokens / our_s / limit,
+        ours=num_tokens / timing.ours_s,
+        peer=num_tokens / timing.peer_s,
+        ratio=timing.peer_s / timing.ours_s,
+        limit=timing.limit,
+        share_of_limit=timing.share,
         unit="tokens/s",
         command="make bench BENCH=dump_sharegpt",
-        note=note,
+        note=f"mean length {num_tokens / len(sequences):.0f}",
     )
 
 
-def _limit(target: Target, sequences: list[list[int]]) -> tuple[float, str]:
+def _limit(target: Target, sequences: list[list[int]]) -> float:
     """Linear layers at their best packed rate; attention's products counted at the same rate."""
     config = target.config
     width, inner = config.hidden_size, config.intermediate_size
@@ -78,7 +79,4 @@ def _limit(target: Target, sequences: list[list[int]]) -> tuple[float, str]:
     num_tokens = sum(map(len, sequences))
     pairs = sum(n * (n + 1) / 2 for n in map(len, sequences))
     attention_s = 4 * q_dim * pairs / num_tokens / rate
-    note = (
-        f"linear layers at {rate / 1e9:.0f} GFLOP/s, mean length {num_tokens / len(sequences):.0f}"
-    )
-    return 1 / (config.num_layers * (per_row + attention_s)), note
+    return 1 / (config.num_layers * (per_row + attention_s))

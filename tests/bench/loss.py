@@ -63,10 +63,11 @@ def _in_process(kind: str) -> dict[str, Any]:
 def _measure(kind: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    lm_head = (torch.randn(VOCAB, WIDTH, generator=generator) * 0.1).to(dtype)
-    target = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+    # The same values on every side: what bf16 can hold.
+    lm_head = (torch.randn(VOCAB, WIDTH, generator=generator) * 0.1).bfloat16().to(dtype)
+    target = torch.randn(ROWS, WIDTH, generator=generator).bfloat16().to(dtype)
     noise = torch.randn(ROWS, WIDTH, generator=generator)
-    state = (target.float() + 0.5 * noise).to(dtype).requires_grad_()
+    state = (target.float() + 0.5 * noise).bfloat16().to(dtype).requires_grad_()
     weight = torch.ones(ROWS)
     config = LossConfig()
 
