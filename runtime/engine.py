@@ -125,19 +125,44 @@ class Engine:
         does
         not fit, stop strings without a tokenizer, T > 0 under greedy verification or a living id.
         """
-        self._check(request, encode_only=encode_only)
-        state = RequestState(
-            request=request,
-            tokens=list(request.prompt_ids),
-            arrival=self._num_added,
+        (state,) = self._add_all(
+            [request],
             encode_only=encode_only,
             captures_hidden=captures_hidden,
             captures_draft=captures_draft,
         )
-        self._num_added += 1
-        self._states[request.request_id] = state
-        self.scheduler.add(state)
         return state
+
+    def _add_all(
+        self,
+        requests: Sequence[Request],
+        *,
+        encode_only: bool = False,
+        captures_hidden: bool = False,
+        captures_draft: bool = False,
+    ) -> list[RequestState]:
+        """Queue all requests or, when one of them is refused, none."""
+        names: set[str] = set()
+        for request in requests:
+            self._check(request, encode_only=encode_only)
+            if request.request_id in names:
+                raise ValueError(f"request_id={request.request_id!r}: given twice in one call")
+            names.add(request.request_id)
+        states = []
+        for request in requests:
+            state = RequestState(
+                request=request,
+                tokens=list(request.prompt_ids),
+                arrival=self._num_added,
+                encode_only=encode_only,
+                captures_hidden=captures_hidden,
+                captures_draft=captures_draft,
+            )
+            self._num_added += 1
+            self._states[request.request_id] = state
+            self.scheduler.add(state)
+            states.append(state)
+        return states
 
     def abort(self, request_id: str) -> None:
         """Stop a living request and free its pages. Unknown ids (already finished) are ignored."""
@@ -157,7 +182,7 @@ class Engine:
         ``hidden_sink`` gets the target states of each finished request (all tokens but the last);
         ``on_finish`` each generation as soon as it is done.
         """
-        states = [self.add(r, captures_hidden=hidden_sink is not None) for r in requests]
+        states = self._add_all(requests, captures_hidden=hidden_sink is not None)
         results: dict[str, Generation] = {}
         for state in self._run(states):
             generation = self._generation(state)
@@ -173,7 +198,7 @@ class Engine:
 
         Closing the iterator aborts what is left.
         """
-        states = [self.add(request) for request in requests]
+        states = self._add_all(requests)
         living = {state.request.request_id for state in states}
         try:
             while living:
@@ -360,15 +385,15 @@ class Engine:
             raise ValueError("the engine is decoding: encode when no request is living")
         if draft and not isinstance(self.schedule, MtpSchedule):
             raise ValueError("forward_draft needs an engine with a draft head")
-        states = [
-            self.add(
-                Request(str(index), tuple(ids), SamplingParams(max_tokens=1)),
-                encode_only=True,
-                captures_hidden=True,
-                captures_draft=draft,
-            )
-            for index, ids in enumerate(sequences)
-        ]
+        states = self._add_all(
+            [
+                Request(str(index), tuple(ids), SamplingParams(max_tokens=1))
+                for index, ids in enumerate(sequences)
+            ],
+            encode_only=True,
+            captures_hidden=True,
+            captures_draft=draft,
+        )
         scheduler = self.scheduler
         saved = scheduler.max_batch_tokens, scheduler.max_rows_per_request
         scheduler.max_batch_tokens = max_batch_tokens

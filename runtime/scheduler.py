@@ -152,7 +152,7 @@ class Scheduler:
                     self.table.reserve(state.row, self._rows_reserved(state))
                     break
                 except OutOfPagesError:
-                    self._preempt(self.running[-1])
+                    self._preempt(max(self.running, key=lambda other: other.arrival))
 
     def _preempt(self, victim: RequestState) -> None:
         assert len(self.running) > 1 or victim.phase is not Phase.DECODE, (

@@ -288,3 +288,24 @@ def test_living_request_id_is_refused(target: Target) -> None:
     engine.add(Request("x", (1,)))
     with pytest.raises(ValueError, match="is living"):
         engine.add(Request("x", (1,)))
+
+
+GOOD, BAD = Request("good", (1, 3)), Request("bad", (1, VOCAB))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda engine: engine.generate([GOOD, BAD]),
+        lambda engine: next(engine.stream([GOOD, BAD])),
+        lambda engine: engine.generate([GOOD, GOOD]),
+        lambda engine: next(engine.forward_hidden([(1, 3), (1, VOCAB)])),
+        lambda engine: engine.score([(1, 3), ()]),
+    ],
+)
+def test_a_refused_request_leaves_nothing_behind(target: Target, refused) -> None:
+    engine = make_engine(target)
+    with pytest.raises(ValueError, match="request"):
+        refused(engine)
+    assert not engine.has_work
+    assert engine.generate([GOOD])[0].output_ids
