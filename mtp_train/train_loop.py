@@ -39,7 +39,7 @@ from mtp_train.packing import (
 )
 from mtp_train.run_dir import RunDirectory
 from mtp_train.train_log import TrainLog
-from mtp_train.zero import HeadEngine, default_process_group
+from mtp_train.zero import HeadEngine, ensure_process_group
 from runtime.head_spec import HeadSpec, save_head
 from runtime.seeds import derive_seed
 
@@ -111,29 +111,29 @@ class Trainer:
         head = build_training_head(self._inputs.spec, dtype=self._dtype)
         head.load_tensors(self._inputs.initial)
         head.to(self._group.device)
-        with default_process_group(self._group):
-            self._engine = HeadEngine(
-                head,
-                config=self._config.trainer,
-                zero_stage=self._config.deepspeed.zero_stage,
-                dtype=self._dtype,
-                group=self._group,
-            )
-            self._state = self._restore()
-            events = self._run.event_log("train", is_leader=self._group.is_leader)
-            with (
+        ensure_process_group(self._group)
+        self._engine = HeadEngine(
+            head,
+            config=self._config.trainer,
+            zero_stage=self._config.deepspeed.zero_stage,
+            dtype=self._dtype,
+            group=self._group,
+        )
+        self._state = self._restore()
+        events = self._run.event_log("train", is_leader=self._group.is_leader)
+        with (
+            events,
+            TrainLog(
+                self._config,
                 events,
-                TrainLog(
-                    self._config,
-                    events,
-                    root=self._run.root,
-                    total_steps=len(self._plan),
-                    first_step=self._state.step,
-                    is_leader=self._group.is_leader,
-                ) as log,
-                ThreadPoolExecutor(max_workers=1) as reader,
-            ):
-                return self._loop(log, reader)
+                root=self._run.root,
+                total_steps=len(self._plan),
+                first_step=self._state.step,
+                is_leader=self._group.is_leader,
+            ) as log,
+            ThreadPoolExecutor(max_workers=1) as reader,
+        ):
+            return self._loop(log, reader)
 
     def _plan_run(self) -> list[tuple[int, list[int]]]:
         """(epoch, sample indices) of every step of the run."""

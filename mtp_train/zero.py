@@ -6,6 +6,7 @@ communicate gradients in fp32 (DeepSpeed's defaults are bf16), and need ZeRO sta
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import logging
@@ -49,24 +50,20 @@ def deepspeed_config(
     }
 
 
-@contextlib.contextmanager
-def default_process_group(group: ProcessGroup) -> Iterator[None]:
-    """DeepSpeed needs torch.distributed even alone: make a group of one if there is none."""
+def ensure_process_group(group: ProcessGroup) -> None:
+    """DeepSpeed needs torch.distributed even alone: make a group of one if there is none.
+
+    It stays until the process ends, for DeepSpeed keeps references to it: a sweep trains several
+    heads in one process.
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if dist.is_initialized():
-        yield
         return
     assert group.world_size == 1, "several ranks without torch.distributed"
-    had_rank = "LOCAL_RANK" in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it even for one process
     backend = "nccl" if group.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        if not had_rank:
-            del os.environ["LOCAL_RANK"]
+    atexit.register(dist.destroy_process_group)
 
 
 @contextlib.contextmanager
