@@ -324,6 +324,11 @@ def _check_trainer(config: Config) -> None:
 
 def _check_validation(config: Config) -> None:
     validate, runtime = config.validate, config.runtime
+    if runtime.num_draft_tokens:
+        raise ConfigError(
+            f"runtime.num_draft_tokens={runtime.num_draft_tokens}: leave it at 0; the number of "
+            "drafted tokens is validate.k, and everything else decodes without drafts"
+        )
     if not validate.rungs:
         raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5")
     for rung in validate.rungs:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,7 +184,7 @@ def _open_answering(
         model = open_target(config.target, device=device).model
     engine = Engine(
         model,
-        config=replace(config.runtime, device=str(device), num_draft_tokens=0),
+        config=config.runtime,
         eos_token_ids=load_config(directory).eos_token_ids,
         tokenizer=tokenizer,
     )

@@ -1,6 +1,4 @@
-"""Configuration of the inference runtime: frozen, validated once, no defaults looked up
-elsewhere.
-"""
+"""Configuration of the inference runtime: frozen, validated once, no defaults elsewhere."""
 
 from __future__ import annotations
 
@@ -16,20 +14,15 @@ class EngineConfig:
     """Settings of one :class:`runtime.engine.Engine`.
 
     Lengths and capacities are in tokens. ``num_pages`` bounds K/V memory: target and draft each
-    own a
-    zeroed pool of ``num_pages * page_size`` slots.
+    own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's.
     """
 
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    device: str = "cpu"
     num_threads: int = 0  # CPU threads; 0 = one per physical core
     page_size: int = 16
     num_pages: int = 1024
     max_running: int = 16  # requests decoded together
     max_model_len: int = 2048  # prompt + answer, per request
-    max_batch_tokens: int = (
-        512  # rows of one forward; long prompts are cut into chunks of this size
-    )
+    max_batch_tokens: int = 512  # rows of one forward; longer prompts are cut into chunks
     num_draft_tokens: int = 0  # K; 0 = plain decoding even when a head is loaded
     verify: VerifyMode = "keyed"
     draft_mode: DraftMode = "argmax"

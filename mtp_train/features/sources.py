@@ -49,7 +49,6 @@ class RuntimeSource(FeatureSource):
         # Living sequences hold at most two batches of rows and one sequence in progress.
         slots = 2 * max_batch_tokens + max_len + _MAX_RUNNING * _PAGE_SIZE
         config = EngineConfig(
-            device=str(model.device),
             page_size=_PAGE_SIZE,
             num_pages=-(-slots // _PAGE_SIZE),
             max_running=min(_MAX_RUNNING, max_batch_tokens),

@@ -67,7 +67,7 @@ def _climb_leader_only(config: Config, group: ProcessGroup) -> LadderReport:
         target_path=config.target.path,
         head_path=run_dir.head,
         runtime_dtype=target_dtype(config.target, group.device),
-        engine_config=replace(config.runtime, device=str(group.device)),
+        engine_config=config.runtime,
         device=group.device,
         cache_dir=cache_directory(config.target),
     )

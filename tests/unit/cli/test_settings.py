@@ -137,6 +137,7 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             {"validate.temperature": 0.7, "runtime.verify": "greedy"},
             r"exact at temperature 0 only",
         ),
+        ({"runtime.num_draft_tokens": 3}, r"num_draft_tokens=3: leave it at 0; .* validate\.k"),
         (
             {"runtime.draft_mode": "sampled", "runtime.verify": "keyed"},
             r"runtime\.draft_mode=sampled with runtime\.verify=keyed",

@@ -388,9 +388,7 @@ def test_the_engines_answers_and_states_arrive_unchanged(
     target = load_target(str(tmp_path / "target"), dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(
         target.model,
-        config=EngineConfig(
-            dtype="float32", num_threads=1, max_running=4, num_pages=64, max_model_len=512
-        ),
+        config=EngineConfig(num_threads=1, max_running=4, num_pages=64, max_model_len=512),
         eos_token_ids=[tiny.eos_token_id],
     )
     seen: dict[str, HiddenRows] = {}

@@ -69,7 +69,6 @@ def make_engine(target: Target, draft: DraftModel | None = None, **overrides: An
     transfer = overrides.pop("transfer", None)
     tokenizer = overrides.pop("tokenizer", None)
     values: dict[str, Any] = {
-        "dtype": "float32",
         "page_size": 16,
         "num_pages": 64,
         "max_running": 4,

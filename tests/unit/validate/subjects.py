@@ -14,7 +14,6 @@ from tests.unit.runtime.engine_fixtures import VOCAB, head_spec, random_head_ten
 from tests.unit.runtime.model_fixtures import random_ids
 
 RUNTIME = EngineConfig(
-    dtype="float32",
     page_size=16,
     num_pages=64,
     max_running=4,

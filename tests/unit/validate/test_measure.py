@@ -33,7 +33,7 @@ from tests.unit.runtime.engine_fixtures import (
 )
 from tests.unit.runtime.model_fixtures import random_ids
 
-RUNTIME = EngineConfig(dtype="float32", max_batch_tokens=64, max_running=4, num_pages=256)
+RUNTIME = EngineConfig(max_batch_tokens=64, max_running=4, num_pages=256)
 
 
 @pytest.fixture(scope="module")
