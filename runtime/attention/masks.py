@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.batch import upload_ids
+
 
 def causal_mask(
     q_len: int, kv_len: int, *, dtype: torch.dtype, device: torch.device
@@ -34,7 +36,7 @@ def padded_causal_mask(
     Keys past a request's own length are hidden from all of its rows.
     """
     assert 0 < q_len <= min(kv_lens), f"{q_len} query rows over {min(kv_lens)} keys"
-    lens = torch.tensor(kv_lens).to(device, non_blocking=True)
+    lens = upload_ids(kv_lens, device)
     rows = lens[:, None] - q_len + torch.arange(q_len, device=device)
     hidden = torch.arange(max(kv_lens), device=device) > rows[:, :, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from runtime.attention.base import AttentionBackend
 from runtime.attention.masks import causal_mask, padded_causal_mask
-from runtime.batch import ForwardBatch
+from runtime.batch import ForwardBatch, upload
 from runtime.kv_cache import KVPool, SlotTable
 
 _MAX_GROUPED_ROWS = 16  # rows per request up to which requests are gathered into one call
@@ -42,7 +42,11 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class RequestGroup:
-    """Requests with equally many rows, padded to the longest. Padding is slot 0, masked."""
+    """Requests with equally many rows, padded to the longest.
+
+    Padding is masked, but the kernel still multiplies it by zero, and ``0 * NaN`` is NaN: it
+    repeats the request's own first slot, so that nobody reads anything of another request.
+    """
 
     q_len: int
     kv_lens: tuple[int, ...]
@@ -132,7 +136,7 @@ def _plan_request(batch: ForwardBatch, table: SlotTable, index: int, row_start: 
     slot_start = table.contiguous_start(row, kv_len)
     slots = None
     if slot_start is None:
-        slots = table.slots(row, 0, kv_len).to(batch.write_slots_N.device, non_blocking=True)
+        slots = upload(table.slots(row, 0, kv_len), batch.write_slots_N.device)
     return RequestRows(row_start, batch.q_lens[index], kv_len, slot_start, slots)
 
 
@@ -142,15 +146,15 @@ def _plan_group(
     device = batch.write_slots_N.device
     q_len = batch.q_lens[members[0]]
     kv_lens = tuple(batch.kv_lens[b] for b in members)
-    slots_BT = torch.zeros(len(members), max(kv_lens), dtype=torch.int64)
-    for index, b in enumerate(members):
-        slots_BT[index, : kv_lens[index]] = table.slots(batch.table_rows[b], 0, kv_lens[index])
+    lens_B = torch.tensor(kv_lens)
+    slots_BT = table.slots_RT[[batch.table_rows[b] for b in members], : max(kv_lens)]
+    is_padding_BT = torch.arange(max(kv_lens)) >= lens_B[:, None]
+    slots_BT = torch.where(is_padding_BT, slots_BT[:, :1], slots_BT)
     rows_BS = None
     if len(members) < len(batch.q_lens):
         first_rows = torch.tensor([starts[b] for b in members])
-        rows_BS = (first_rows[:, None] + torch.arange(q_len)).flatten()
-        rows_BS = rows_BS.to(device, non_blocking=True)
-    return RequestGroup(q_len, kv_lens, rows_BS, slots_BT.flatten().to(device, non_blocking=True))
+        rows_BS = upload((first_rows[:, None] + torch.arange(q_len)).flatten(), device)
+    return RequestGroup(q_len, kv_lens, rows_BS, upload(slots_BT.flatten(), device))
 
 
 def _attend_group(

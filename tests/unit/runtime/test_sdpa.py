@@ -201,6 +201,23 @@ def test_nan_in_one_request_stays_there(backend):
     assert not out[5:].isnan().any()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_bad_value_at_slot_0_stays_with_the_request_that_holds_it(backend, q_len, value):
+    table = make_table()
+    rows = [table.acquire_row(), table.acquire_row(), table.acquire_row()]
+    pool = make_pool(2, 16, torch.float32)
+    starts = [40, 5, 20]
+    batch = make_batch(table, rows, [[0] * q_len] * 3, starts)
+    slots = [int(table.slots(row, 0, 1)) for row in rows]
+    assert slots[0] == 0, "the first request must hold slot 0"
+    pool.v[0][0] = value
+    q, k, v = (torch.randn(3 * q_len, n, 16) for n in (4, 2, 2))
+    out = backend.run(backend.plan(batch, table), pool, 0, q, k, v)
+    assert not out[:q_len].isfinite().any()
+    assert out[q_len:].isfinite().all()
+
+
 def test_causal_mask_is_aligned_bottom_right():
     mask = causal_mask(2, 4, dtype=torch.float32, device=torch.device("cpu"))
     visible = [[True, True, True, False], [True, True, True, True]]
