@@ -25,7 +25,26 @@ _PACK_ROWS = 16
 
 def has_fast_bf16() -> bool:
     """Whether the processor multiplies bfloat16 natively (AVX-512 BF16 or AMX)."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    probes = []
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        probe = getattr(torch.cpu, name, None)
+        if probe is None:
+            logger.info("torch.cpu.%s is missing: reading the processor's flags instead", name)
+            return not _processor_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+        probes.append(probe)
+    return any(probe() for probe in probes)
+
+
+def _processor_flags() -> set[str]:
+    """Feature flags as Linux names them; empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return {
+        flag
+        for line in lines
+        if line.startswith(("flags", "Features"))
+        for flag in line.partition(":")[2].split()
+    }
 
 
 def best_dtype() -> torch.dtype:

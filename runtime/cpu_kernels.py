@@ -14,9 +14,12 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
+from torch.nn import functional as F
 
 from runtime.ops import BlockOps, NormWeight, RotaryAngles, TorchOps
 
@@ -26,15 +29,18 @@ MAX_GROUP = 96  # query heads per key/value head that the attention kernel's til
 
 _SOURCE = Path(__file__).parent / "csrc" / "cpu_kernels.cpp"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-w")
-_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
+_TOLERANCES = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 3e-2})
 _COMPILE_TIMEOUT_S = 120
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
-    "add_rms_norm": (_P, _P, _P, _P, _L, _L, _F),
-    "rotate": (_P, _P, _P, _L, _L, _L, _L, _L),
-    "silu_mul": (_P, _P, _L, _L),
-    "attend": (_P, _P, _P, _L, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F, _P),
-}
+_SIGNATURES = MappingProxyType(
+    {
+        "add_rms_norm": (_P, _P, _P, _P, _L, _L, _F),
+        "rotate": (_P, _P, _P, _L, _L, _L, _L, _L),
+        "silu_mul": (_P, _P, _L, _L),
+        "attend": (_P, _P, _P, _L, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F, _P),
+    }
+)
 
 
 class CpuKernels(BlockOps):
@@ -196,14 +202,59 @@ def _processor() -> str:
 
 
 def _agrees_with_torch(kernels: CpuKernels) -> bool:
-    x = torch.linspace(-3, 3, 2 * 40).view(2, 40)
-    norm = NormWeight(torch.linspace(0.5, 1.5, 40), 1e-5)
+    """Every kernel once per dtype on a few numbers, against torch (about a millisecond)."""
+    for dtype, tolerance in _TOLERANCES.items():
+        for got, wanted in _try_kernels(kernels, dtype):
+            if not torch.allclose(got.float(), wanted.float(), rtol=tolerance, atol=tolerance):
+                return False
+    return True
+
+
+def _try_kernels(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (kernel's result, torch's). Widths are no multiples of a vector register."""
     reference = TorchOps()
-    pairs = [
-        (kernels.silu_mul(x), reference.silu_mul(x)),
-        (
-            kernels.add_rms_norm(x.clone(), x, norm),
-            reference.add_rms_norm(x.clone(), x, norm),
-        ),
-    ]
-    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    x = torch.linspace(-3, 3, 2 * 40).view(2, 40).to(dtype)
+    norm = NormWeight(torch.linspace(0.5, 1.5, 40), 1e-5)
+    yield kernels.silu_mul(x), reference.silu_mul(x)
+    yield kernels.add_rms_norm(x.clone(), x, norm), reference.add_rms_norm(x.clone(), x, norm)
+
+    # Two new rows of one request with five keys: 4 query heads over 2 key/value heads.
+    width, num_rows, num_keys = 20, 2, 5
+    generator = torch.Generator().manual_seed(0)
+    rotated = torch.randn(num_rows, 8, width, generator=generator).to(dtype)
+    angle = torch.linspace(0, 3, num_rows * width // 2).view(num_rows, -1)
+    angles = RotaryAngles(
+        torch.cat((angle, angle), -1).cos().to(dtype),
+        torch.cat((-angle, angle), -1).sin().to(dtype),
+    )
+    wanted = rotated.clone()
+    kernels.rotate(rotated, 6, angles)
+    reference.rotate(wanted, 6, angles)
+    yield rotated, wanted
+
+    q, k, v = wanted.split((4, 2, 2), dim=1)
+    pool_k, pool_v = torch.randn(2, 8, 2, width, generator=generator).to(dtype).unbind()
+    slots = torch.tensor([6, 1, 2, 7, 3])
+    expected_k = pool_k.index_copy(0, slots[-num_rows:], k)
+    expected_v = pool_v.index_copy(0, slots[-num_rows:], v)
+    out = kernels.attend(
+        q,
+        k,
+        v,
+        write_slots_N=slots[-num_rows:],
+        pool_k=pool_k,
+        pool_v=pool_v,
+        requests_B4=torch.tensor([[0, num_rows, num_keys, slots.data_ptr()]]),
+    )
+    is_visible = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
+    attended = F.scaled_dot_product_attention(
+        q.transpose(0, 1).float(),
+        expected_k[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
+        expected_v[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
+        attn_mask=is_visible,
+    )
+    yield out, attended.transpose(0, 1)
+    yield pool_k, expected_k
+    yield pool_v, expected_v

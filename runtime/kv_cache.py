@@ -1,13 +1,13 @@
 """Paged K/V memory: page allocator, slot table, and per-model pools.
 
 One :class:`SlotTable` is shared by target and draft; each owns a :class:`KVPool` indexed by the
-same slots.
-Invariants: free + held pages = total; no page is held twice; pools start zeroed (0 * NaN is NaN).
+same slots. Invariants: free + held pages = total; no page is held twice; pools start zeroed
+(0 * NaN is NaN).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -76,8 +76,7 @@ class SlotTable:
     """Maps (table row, position) to a K/V slot; rows are given to running requests.
 
     ``slots_RT`` lives on the host (int64 ``[rows, max_model_len]``): lengths are exact on the host
-    at the
-    start of every step, so planning never reads the device.
+    at the start of every step, so planning never reads the device.
     """
 
     def __init__(self, *, num_rows: int, max_len: int, page_size: int, num_pages: int) -> None:
@@ -91,10 +90,6 @@ class SlotTable:
         self._held_rows: set[int] = set()
         self._runs: list[int] = [0] * num_rows  # pages in the leading contiguous run
 
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
-
     def acquire_row(self) -> int:
         row = self._free_rows.pop()
         self._held_rows.add(row)
@@ -107,16 +102,14 @@ class SlotTable:
         self._held_rows.remove(row)
         self._free_rows.append(row)
 
-    def num_reserved(self, row: int) -> int:
-        return len(self._pages[row]) * self.page_size
-
     def pages_missing(self, row: int, length: int) -> int:
         """Pages to add so that ``length`` tokens have slots."""
         return max(0, -(-length // self.page_size) - len(self._pages[row]))
 
     def reserve(self, row: int, length: int) -> None:
-        """Give ``row`` slots for ``length`` tokens. Raises :class:`OutOfPagesError`, changing
-        nothing.
+        """Give ``row`` slots for ``length`` tokens.
+
+        Raises :class:`OutOfPagesError` (and changes nothing) when too few pages are free.
         """
         missing = self.pages_missing(row, length)
         if not missing:
@@ -156,9 +149,7 @@ class SlotTable:
 
 
 class KVPool:
-    """K and V of every layer of one model, indexed by slot: ``k[layer]`` is ``[slots, G, C]``,
-    zeroed.
-    """
+    """K and V of one model by slot: ``k[layer]`` is ``[slots, G, C]``, zeroed."""
 
     def __init__(
         self,
@@ -176,8 +167,3 @@ class KVPool:
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
-
-
-def gather_slots(table: SlotTable, rows: Sequence[int], lens: Sequence[int]) -> torch.Tensor:
-    """Slots of the first ``lens[i]`` positions of each row, concatenated (int64, host)."""
-    return torch.cat([table.slots(row, 0, n) for row, n in zip(rows, lens, strict=True)])

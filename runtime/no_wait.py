@@ -1,9 +1,9 @@
 """A guard against waiting for the device: inside it, reading a tensor's value raises.
 
 On a CPU nothing ever waits, so a wait that would stall a GPU goes unseen; this makes it an error.
-Python-level reads (``.item()``, ``.tolist()``, ``.numpy()``, ``.cpu()``, truth values, ints) are
-caught by a function mode, operators with data-dependent shapes by a dispatch mode. On a GPU use
-``torch.cuda.set_sync_debug_mode("error")`` beside it.
+Python-level reads (``.item()``, ``.tolist()``, ``.numpy()``, ``.cpu()``, ``.to("cpu")``, truth
+values, ints, text) are caught by a function mode, operators with data-dependent shapes by a
+dispatch mode. On a GPU use ``torch.cuda.set_sync_debug_mode("error")`` beside it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,41 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_READS = {
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__array__",
-    "__contains__",
-}
-_DATA_DEPENDENT = {
-    "aten::_local_scalar_dense",
-    "aten::item",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::nonzero_numpy",
-    "aten::argwhere",
-    "aten::masked_select",
-    "aten::_unique",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::unique_dim_consecutive",
-    "aten::bincount",
-    "aten::equal",
-    "aten::allclose",
-}
+_READS = frozenset(
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+        "__contains__",
+        "__format__",
+        "__repr__",
+    }
+)
+_DATA_DEPENDENT = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::is_nonzero",
+        "aten::nonzero",
+        "aten::nonzero_numpy",
+        "aten::argwhere",
+        "aten::masked_select",
+        "aten::_unique",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::unique_dim_consecutive",
+        "aten::bincount",
+        "aten::equal",
+        "aten::allclose",
+    }
+)
 
 
 class DeviceWaitError(RuntimeError):
@@ -69,7 +75,7 @@ class _NoReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READS:
             raise DeviceWaitError(f"{name} reads a value from the device")
-        if name == "to" and _targets_cpu(args, kwargs or {}) and args[0].device.type != "cpu":
+        if name == "to" and _targets_cpu(args, kwargs or {}):
             raise DeviceWaitError(".to('cpu') reads a value from the device")
         return func(*args, **(kwargs or {}))
 

@@ -1,13 +1,11 @@
 """Requests, their sampling parameters, and what the engine gives back.
 
 Invariant of a running request: ``committed <= written <= reserved`` (tokens whose target K/V is
-valid and
-final; tokens with any K/V, speculative rows included; tokens with slots).
+valid and final; tokens with any K/V, speculative rows included; tokens with slots).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -19,8 +17,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded. ``temperature=0`` is greedy; ``top_k=0`` and ``top_p=1``
-    switch off.
+    """How one request is decoded.
+
+    ``temperature=0`` is greedy; ``top_k=0``, ``top_p=1`` and ``min_p=0`` switch a filter off.
     """
 
     temperature: float = 0.0
@@ -44,6 +43,8 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+        if "" in self.stop:
+            raise ValueError(f"stop={self.stop!r}: a stop string must have at least one character")
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ class Generation:
     """The finished request. ``output_ids`` is trimmed after EOS / stop / length.
 
     ``text`` (``None`` without a tokenizer) ends before a stop string, ``output_ids`` with the
-    token that
-    completed it. ``steps`` lists every verification step, counted *before* trimming (as vLLM
-    counts).
+    token that completed it. ``steps`` lists every verification step, counted *before* trimming
+    (as vLLM counts).
     """
 
     request_id: str
@@ -153,8 +153,3 @@ class RequestState:
         self.phase, self.row, self.committed = Phase.WAITING, -1, 0
         self.hidden.clear()
         self.draft_hidden.clear()
-
-
-def total_rows(hidden: Sequence[torch.Tensor]) -> int:
-    """Rows held by a list of ``[n, D]`` chunks."""
-    return sum(chunk.shape[0] for chunk in hidden)

@@ -32,8 +32,7 @@ class MtpHead(DraftModel):
     """Shares embedding, ``lm_head`` (packed as it is), dtype, device and backend with the target.
 
     With a draft vocabulary ``logits`` has ``W`` columns; column ``j`` is token
-    ``draft_vocab_ids[j]``. Its rows of the target's head are copied (``W *
-    D`` elements).
+    ``draft_vocab_ids[j]``. Its rows of the target's head are copied (``W * D`` elements).
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class MtpHead(DraftModel):
         self.device = target.device
         self.dtype = target.dtype
         self.vocab_size = target.vocab_size
-        self.width = spec.hidden_size
         self.width = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
         self._target = target
@@ -83,10 +81,8 @@ class MtpHead(DraftModel):
             plus_one_norms=plus_one,
         )
         self.draft_vocab_ids: torch.Tensor | None = None
-        self.draft_vocab_size = spec.vocab_size
         self.lm_head = target.lm_head
         if spec.draft_vocab is not None:
-            self.draft_vocab_size = spec.draft_vocab.size
             self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
             self.lm_head = Linear(target.head_rows(self.draft_vocab_ids), pack=pack)
 

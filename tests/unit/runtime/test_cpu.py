@@ -9,7 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from runtime import cpu
-from runtime.cpu import Linear, best_dtype, can_pack, count_physical_cores, set_threads
+from runtime.cpu import (
+    Linear,
+    best_dtype,
+    can_pack,
+    count_physical_cores,
+    has_fast_bf16,
+    set_threads,
+)
 
 CPU = torch.device("cpu")
 
@@ -66,6 +73,18 @@ def test_a_packed_weight_that_does_not_come_back_exactly_is_not_used(monkeypatch
 def test_other_dtypes_and_devices_are_not_packed():
     assert not can_pack(torch.float16, CPU)
     assert not can_pack(torch.bfloat16, torch.device("meta"))
+
+
+@pytest.mark.parametrize("name", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+def test_a_missing_private_probe_is_replaced_by_the_flags_of_the_processor(
+    name, monkeypatch, caplog
+):
+    monkeypatch.delattr(torch.cpu, name)
+    for flags, wanted in (({"avx512_bf16", "fma"}, True), ({"amx_bf16"}, True), ({"fma"}, False)):
+        monkeypatch.setattr(cpu, "_processor_flags", lambda flags=flags: flags)
+        with caplog.at_level(logging.INFO):
+            assert has_fast_bf16() is wanted
+        assert name in caplog.text
 
 
 def test_threads_and_dtype():

@@ -18,7 +18,7 @@ from runtime.cpu_kernels import load_kernels
 from runtime.head_spec import RopeSpec
 from runtime.layers import RotaryEmbedding, norm_weight
 from runtime.ops import BlockOps, TorchOps
-from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels
+from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels, kernel_cache
 
 CPU = torch.device("cpu")
 
@@ -132,3 +132,25 @@ def test_a_failing_compiler_is_reported_not_raised(tmp_path, monkeypatch, caplog
         assert load_kernels(tmp_path) is None
     assert "did not compile" in caplog.text
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["add_rms_norm", "rotate", "silu_mul", "attend"])
+def test_a_kernel_that_does_nothing_is_found_before_it_is_used(name, dtype, monkeypatch, caplog):
+    fused_kernels()
+    make = cpu_kernels.CpuKernels
+
+    def broken(library):
+        kernels = make(library)
+        kernels._functions[name, dtype] = lambda *_: None
+        return kernels
+
+    def poisoned(self, *shape, **options):
+        return torch.full(shape, float("nan"), dtype=self.dtype)
+
+    monkeypatch.setattr(cpu_kernels, "CpuKernels", broken)
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)  # memory may happen to be right
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(kernel_cache()) is None
+    assert "disagree with torch" in caplog.text

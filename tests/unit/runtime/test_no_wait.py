@@ -31,6 +31,12 @@ WAITS = {
     "contains": lambda x: 3 in x,
     "equal": lambda x: torch.equal(x, x),
     "argwhere": lambda x: torch.argwhere(x),
+    "format": lambda x: f"{x[0]}",
+    "format_many": lambda x: f"{x}",
+    "repr": lambda x: repr(x),
+    "to_cpu": lambda x: x.to("cpu"),
+    "to_cpu_device": lambda x: x.to(torch.device("cpu"), torch.float32),
+    "to_cpu_keyword": lambda x: x.to(device="cpu", non_blocking=True),
 }
 
 
@@ -50,6 +56,8 @@ def test_guard_lets_device_code_through() -> None:
         spread = torch.repeat_interleave(values, torch.tensor([1, 1, 1]), output_size=3)
         values.scatter_(0, torch.tensor([1]), torch.tensor([9]))
         masked = values.masked_fill(values > 2, -1)
+        assert values.to(torch.float32).dtype is torch.float32
+        assert values.to(dtype=torch.float32, copy=True).dtype is torch.float32
     assert total.item() == 0
     assert picked.tolist() == [1, 3]
     assert spread.tolist() == [1, 2, 3]

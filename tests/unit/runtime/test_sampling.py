@@ -151,3 +151,8 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
     # G-test, 4 degrees of freedom; 23.5 is the 1e-4 quantile: false alarms once in 10,000.
     g = 2 * (counts * (counts / expected).log()).sum()
     assert g < 23.5
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"stop=\('a', ''\): a stop string must have at least"):
+        SamplingParams(stop=("a", ""))
