@@ -16,9 +16,7 @@ from runtime.kv_cache import SlotTable
 
 
 class BatchMode(Enum):
-    """What the rows are. The attention backend may choose a kernel by it; the arithmetic is the
-    same.
-    """
+    """What the rows are. A backend may choose a kernel by it; the arithmetic is the same."""
 
     PREFILL = "prefill"  # ragged rows: prompt chunks, possibly mixed with one-row decodes
     DECODE = "decode"  # exactly one row per request
@@ -56,9 +54,7 @@ def build_batch(
     device: torch.device,
     hidden_ND: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, flattened in request
-    order.
-    """
+    """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, in request order."""
     positions = np.concatenate(
         [np.arange(start, start + count) for start, count in zip(starts, q_lens, strict=True)]
     )

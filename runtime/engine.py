@@ -1,10 +1,8 @@
 """The engine: a step loop over scheduler and schedule, and the four things people ask of it.
 
 How a token is made: `scheduler.schedule()` picks rows -> `schedule.enqueue()` runs target (and
-draft)
-without waiting -> `schedule.collect()` waits for the ids -> the engine commits them, checks EOS,
-stop
-strings and lengths, and frees what is finished. Host lengths are exact between steps.
+draft) without waiting -> `schedule.collect()` waits for the ids -> the engine commits them, checks
+EOS, stop strings and lengths, and frees what is finished. Host lengths are exact between steps.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class Engine:
     """Continuous batching over one target and, with ``draft``, MTP speculation.
 
     Weights are shared, never copied: several engines may use the same models one after another.
-    Each
-    engine owns its K/V pools. ``tokenizer`` is needed only for stop strings and
+    Each engine owns its K/V pools. ``tokenizer`` is needed only for stop strings and
     ``Generation.text``.
     """
 
@@ -122,8 +119,8 @@ class Engine:
         """Queue a request; may be called between any two steps.
 
         Raises ``ValueError`` for an empty prompt, a token id outside the vocabulary, a prompt that
-        does
-        not fit, stop strings without a tokenizer, T > 0 under greedy verification or a living id.
+        does not fit, stop strings without a tokenizer, T > 0 under greedy verification or a living
+        id.
         """
         (state,) = self._add_all(
             [request],
@@ -217,17 +214,14 @@ class Engine:
         """Post-final-norm states of every token of every sequence, as they get done.
 
         ``key`` is the sequence's index. ``max_batch_tokens`` (0: the engine's) bounds the rows of
-        one
-        forward.
+        one forward.
         """
         return self._encode(
             sequences, max_batch_tokens or self.config.max_batch_tokens, draft=False
         )
 
     def forward_draft(self, sequences: Sequence[Sequence[int]]) -> Iterator[HiddenRows]:
-        """As :meth:`forward_hidden`, with the head's own states beside the target's (first
-        step).
-        """
+        """As :meth:`forward_hidden`, with the head's own (first-step) states beside them."""
         return self._encode(sequences, self.config.max_batch_tokens, draft=True)
 
     def score(
@@ -257,10 +251,8 @@ class Engine:
         """One step over whoever is scheduled. Call only while :attr:`has_work`.
 
         Where the device works by itself, plain decoding enqueues the next step before it waits for
-        the
-        ids of this one (speculation hides its wait behind the draft instead); then the events come
-        one
-        call later.
+        the ids of this one (speculation hides its wait behind the draft instead); then the events
+        come one call later.
         """
         current, self._in_flight = self._in_flight, None
         if current is not None:
@@ -328,9 +320,7 @@ class Engine:
         return events
 
     def _append(self, state: RequestState, new_ids: Sequence[int]) -> int:
-        """Append new tokens up to the first that finishes the request; returns how many were
-        kept.
-        """
+        """Append new tokens up to the first that ends the request; returns how many were kept."""
         sampling = state.request.sampling
         for count, token in enumerate(new_ids, start=1):
             state.tokens.append(token)

@@ -1,11 +1,9 @@
-"""Pooled acceptance: one definition everywhere (DESIGN §4).
+"""Pooled acceptance: one definition everywhere (docs/architecture.md).
 
 ``tau = 1 + accepted / drafts``; position rate j = drafts whose first j tokens were all accepted /
 drafts; conditional rate = ratio of neighbours. Counted before trimming at EOS, stop or length (as
-vLLM
-counts) and after. Steps with fewer than K drafted tokens (at the model's length limit) are left
-out and
-counted.
+vLLM counts) and after. Steps with fewer than K drafted tokens (at the model's length limit) are
+left out and counted.
 """
 
 from __future__ import annotations

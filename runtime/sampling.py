@@ -1,9 +1,9 @@
 """Sampling: one truncation function for plain decoding and verification, and keyed randomness.
 
-Every draw is one Philox4x32-10 uniform (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3",
-2011) keyed by (seed, position, stream), turned into a token by the inverse CDF in vocabulary order
-with float64 sums. It never depends on call order, batch row or schedule.
+Every draw is one Philox4x32-10 uniform (Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3") keyed by (seed, position, stream), turned into a token by the inverse CDF in vocabulary
+order with float64 sums. It never depends on call order, batch row or schedule.
+
 Shape legend: M rows, V vocabulary.
 """
 
@@ -62,9 +62,7 @@ class SamplingTensors:
         )
 
     def repeat(self, times: int) -> SamplingTensors:
-        """Every row ``times`` times in a row (``[M * times]``), for the K+1 rows of
-        verification.
-        """
+        """Every row ``times`` times (``[M * times]``), for the K+1 rows of verification."""
 
         def spread(values_M: torch.Tensor) -> torch.Tensor:
             return values_M[:, None].expand(-1, times).reshape(-1)
@@ -106,9 +104,7 @@ def token_probs(logits_MV: torch.Tensor, sampling: SamplingTensors) -> torch.Ten
 
 
 def _truncate(scaled_MV: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-    """Top-k, then top-p on what is left; the rest gets -inf. Ties are broken by vocabulary
-    order.
-    """
+    """Top-k, then top-p on what is left; the rest gets -inf. Ties go by vocabulary order."""
     sorted_MV, order_MV = scaled_MV.sort(dim=-1, descending=True, stable=True)
     if sampling.any_top_k:
         rank_V = torch.arange(scaled_MV.shape[-1], device=scaled_MV.device)
@@ -128,9 +124,7 @@ def sample(
     positions_M: torch.Tensor,
     stream: Stream,
 ) -> torch.Tensor:
-    """Draw one token per row, int64 ``[M]``. ``positions_M`` is the index the drawn token will
-    have.
-    """
+    """Draw one token per row, int64 ``[M]``; ``positions_M`` are the drawn tokens' indices."""
     if sampling.all_greedy:
         return argmax(logits_MV)
     uniform_M = philox_uniform(sampling.seed_M, positions_M, stream)

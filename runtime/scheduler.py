@@ -1,10 +1,9 @@
 """Who runs next: admission, chunked prefill, page reservation, preemption by recompute.
 
 Decode rows come first; prompts fill what is left of ``max_batch_tokens``. A batch without prompt
-rows
-is *decode-only*, and only such batches speculate. Every decoding request owns slots for its K+1
-rows
-before the step starts; when pages run out the youngest request is recomputed later.
+rows is *decode-only*, and only such batches speculate. Every decoding request owns slots for its
+K+1 rows before the step starts; when pages run out, the youngest request (the last to arrive) is
+recomputed later.
 """
 
 from __future__ import annotations
@@ -109,9 +108,8 @@ class Scheduler:
         """The plain decode step after ``plan``, whose tokens the host has not seen yet.
 
         ``None`` where the next step is not certain to have the same requests: somebody waits, a
-        length
-        limit is reached, or pages run out. (A request that turns out to have ended is dropped
-        later.)
+        length limit is reached, or pages run out. (A request that turns out to have ended is
+        dropped later.)
         """
         if self.waiting or not plan.is_decode_only:
             return None
@@ -166,8 +164,10 @@ class Scheduler:
         self.waiting.appendleft(victim)
 
     def _admit(self) -> None:
-        """Admit in order of arrival. One spare page per running request keeps fresh admissions from
-        being preempted on the very next step.
+        """Admit in order of arrival.
+
+        One spare page per running request keeps fresh admissions from being preempted on the very
+        next step.
         """
         allocator = self.table.allocator
         while self.waiting and len(self.running) < self.max_running:

@@ -1,8 +1,7 @@
 """Getting results to the host: enqueue a copy, go on, wait for it later.
 
 The order is a contract (docs/architecture.md): the copy of a step's token ids is enqueued *before*
-the
-draft extension, the host waits for it *after*, so that the wait hides behind the draft.
+the draft extension and the host waits for it *after*, so that the wait hides behind the draft.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The attention interface. A backend stores new K/V into the pool and attends over the paged
-prefix.
+"""The attention interface: a backend stores new K/V and attends over the paged prefix.
 
-Causality is bottom-right aligned: row ``i`` of request ``b`` sees positions ``0 .. kv_len - q_len
-+ i``.
+Causality is bottom-right aligned: row ``i`` of a request sees positions
+``0 .. kv_len - q_len + i``.
+
 Shape legend: N rows, H query heads, G key/value heads, C head width.
 """
 
@@ -22,9 +22,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, table: SlotTable) -> Any:
-        """Host work for one batch; the result is handed to every ``run`` of that forward (all
-        layers).
-        """
+        """Host work for one batch; every ``run`` of that forward (all layers) gets the result."""
 
     @abstractmethod
     def run(

@@ -26,8 +26,7 @@ class LlamaModel(Model):
     """A target. ``take(name)`` hands over one checkpoint tensor in the wanted dtype and device.
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
-    more than the weights themselves. ``pack=None`` packs where :func:`runtime.cpu.can_pack` says
-    so.
+    more than the weights themselves. ``pack=None`` asks :func:`runtime.cpu.can_pack`.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A schedule decides which model runs on which rows. ``enqueue`` never waits for the device; the host
 waits in ``collect`` for the token ids alone. Prefill and mixed batches decode without speculation
-and
-carry the relay state over.
+and carry the relay state over.
+
 Shape legend: B requests, N rows, D model width, V vocabulary, R table rows.
 """
 
@@ -54,8 +54,9 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class WorkResult:
-    """What one step gave one request. ``num_committed`` rows became final; ``draft_ids`` may be
-    ().
+    """What one step gave one request: ``num_committed`` rows became final.
+
+    ``draft_ids`` is empty when nothing was drafted.
     """
 
     work: Work
@@ -81,7 +82,7 @@ class PlainSchedule:
         self._sampling: SamplingTensors | None = None
 
     def enqueue(self, plan: StepPlan) -> PendingStep:
-        """Enqueue one step (DESIGN §5, steps 1-4). Never waits for the device."""
+        """Enqueue one step (see docs/architecture.md). Never waits for the device."""
         return self._enqueue_plain(plan)
 
     def collect(self, pending: PendingStep) -> list[WorkResult]:
@@ -149,9 +150,7 @@ class PlainSchedule:
         return self._sampling
 
     def _input_ids(self, works: Sequence[Work]) -> torch.Tensor:
-        """Known tokens from the host; the last sampled token of decoding requests from the
-        relay.
-        """
+        """Known tokens from the host; last sampled tokens (all rows decode) from the relay."""
         if all(work.state.phase is Phase.DECODE for work in works):
             rows = upload_ids([work.state.row for work in works], self.device)
             return self.last_ids_R.index_select(0, rows)

@@ -1,19 +1,16 @@
-"""Linear MTP-K speculation with one shared head (DESIGN §5): no wait between proposal and
-extension.
+"""Linear MTP-K speculation with one shared head: no wait between proposal and extension.
 
 Let L be the committed length: target K/V of tokens ``0..L-1`` are final and ``t_L`` is sampled but
-not
-processed. Draft row i pairs ``g_i`` with ``t_{i+1}`` and lives at slot i, so the draft has L final
-rows
-too; its row L-1 consumed ``t_L`` and left the relay state: logits for ``t_{L+1}`` and a hidden
-state.
+not processed. Draft row i pairs ``g_i`` with ``t_{i+1}`` and lives at slot i, so the draft has L
+final rows too; its row L-1 consumed ``t_L`` and left the relay state: logits for ``t_{L+1}`` and a
+hidden state.
 
     propose   d1 = draw(relay logits); draft row L: (relay hidden, d1) -> d2; row L+1 -> d3 ...
     target    rows L..L+K   over [t_L, d1 .. dK]
     verify    e = 1..K+1 tokens emitted, the last is the target's own
-    extend    draft rows L..L+K over [d1 .. dK, *] with the new token at row e-1, hidden = target's
-    own;
-              row e-1 is the next relay state; rows after it are stale and overwritten next time
+    extend    draft rows L..L+K over [d1 .. dK, *] with the new token at row e-1, hidden = the
+              target's own; row e-1 is the next relay state; rows after it are stale and
+              overwritten next time
 
 Shape legend: B requests, K drafts, N rows, D model width, V draft vocabulary, R table rows.
 """
@@ -42,9 +39,7 @@ from runtime.verify import verify_chain
 
 
 class MtpSchedule(PlainSchedule):
-    """Target and head advance in lock step; relay state is kept per table row, not per batch
-    row.
-    """
+    """Target and head advance in lock step; relay state is kept per table row."""
 
     def __init__(
         self,
@@ -133,9 +128,7 @@ class MtpSchedule(PlainSchedule):
     def propose(
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """K drafted ids ``[B, K]`` and, for sampled drafts, the q they were drawn from ``[B, K,
-        V]``.
-        """
+        """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
         logits_BV = self.logits_RV.index_select(0, rows_B)
         starts = [work.start for work in works]
@@ -168,9 +161,7 @@ class MtpSchedule(PlainSchedule):
     def run_draft(
         self, batch: ForwardBatch, shifted_ids_N: torch.Tensor, hidden_ND: torch.Tensor
     ) -> torch.Tensor:
-        """The head over the target's rows and batch information; ids are shifted, hidden are
-        not.
-        """
+        """The head over the target's own batch: ids are shifted by one, hidden states are not."""
         return self.draft.forward(
             ForwardBatch(
                 mode=batch.mode,
