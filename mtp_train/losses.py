@@ -22,16 +22,21 @@ from mtp_train.config import LossConfig
 from mtp_train.packing import HeadBatch
 from mtp_train.rows import take_rows
 
+_FP32_BLOCK = 1 << 18  # elements that are widened at once
+
 
 @dataclass(frozen=True)
 class SubVocabulary:
     """A loss over the ids that matter, with all others in one ``rest`` bucket.
 
-    The target's mass outside is exact, from its full log-sum-exp. The head's is estimated from a
-    uniform sample of the outside ids that changes with every step: ``|outside| / |sample| *
-    sum(exp(z))`` is an unbiased estimate of the outside part of its partition function, and exact
-    when the sample is everything outside. Without it nothing would hold the other logits down, and
-    the full head drafts from them.
+    The target's mass outside is one minus that of the kept ids, ``exp(lse_kept - lse_all)`` with
+    both log-sum-exps in fp32 over logits of ``lm_head``'s dtype. In fp32 that is exact up to
+    rounding. In bf16 the rounding of the logits remains: the mass is off by at most
+    ``2^-7 max|z| * kept * outside``. The head's mass outside is estimated from a uniform sample of
+    the outside ids that changes with every step: ``|outside| / |sample| * sum(exp(z))`` is an
+    unbiased estimate of the outside part of its partition function, and exact when the sample is
+    everything outside. Without it nothing would hold the other logits down, and the full head
+    drafts from them.
     """
 
     ids_W: torch.Tensor  # int64, kept ids followed by the sampled outside ids
@@ -45,7 +50,7 @@ class LossParts:
     """Sums over active rows (fp32 scalars), steps weighted by ``beta^k``.
 
     Divide by :func:`loss_weight` summed over all ranks and micro-batches. ``total`` is the weighted
-    sum of the parts and carries the gradient.
+    sum of the parts and carries the gradient. A part whose weight is 0 is not computed and reads 0.
     """
 
     total: torch.Tensor
@@ -110,17 +115,20 @@ def head_loss(
         ]
     )
     lses = [step.target_lse_A for _, step in pairs if step.target_lse_A is not None]
-    hidden = smooth_l1_sum(state_AD, target_AD, weight_A)
-    logit = soft_cross_entropy_sum(
-        state_AD,
-        target_AD,
-        weight_A,
-        lm_head_VD,
-        row_chunk=config.row_chunk,
-        vocab_chunk=config.vocab_chunk,
-        target_lse_A=torch.cat(lses) if lses else None,
-        sub_vocab=sub_vocab,
-    )
+    hidden = logit = torch.zeros((), device=state_AD.device)
+    if config.hidden_weight:
+        hidden = smooth_l1_sum(state_AD, target_AD, weight_A)
+    if config.logit_weight:
+        logit = soft_cross_entropy_sum(
+            state_AD,
+            target_AD,
+            weight_A,
+            lm_head_VD,
+            row_chunk=config.row_chunk,
+            vocab_chunk=config.vocab_chunk,
+            target_lse_A=torch.cat(lses) if lses else None,
+            sub_vocab=sub_vocab,
+        )
     total = config.hidden_weight * hidden + config.logit_weight * logit
     return LossParts(total, hidden.detach(), logit.detach())
 
@@ -175,7 +183,7 @@ def target_log_normaliser(
     out = torch.empty(len(target_AD), dtype=torch.float32, device=target_AD.device)
     for start in range(0, len(target_AD), row_chunk):
         logits = target_AD[start : start + row_chunk] @ lm_head_VD.t()
-        out[start : start + row_chunk] = torch.logsumexp(logits, -1).float()
+        out[start : start + row_chunk] = _log_sum_exp(logits)
     return out
 
 
@@ -223,6 +231,16 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (grad * grad_loss).to(grad.dtype), None, None, None, None, None, None, None
 
 
+def _log_sum_exp(logits_RV: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[R]``, computed in fp32 a few rows at a time (bf16 would round the result by 2^-9 of
+    its size, several per cent of a probability) so that the copy stays in the cache.
+    """
+    if logits_RV.dtype == torch.float32:
+        return torch.logsumexp(logits_RV, -1)
+    rows = max(1, _FP32_BLOCK // logits_RV.shape[-1])
+    return torch.cat([torch.logsumexp(part.float(), -1) for part in logits_RV.split(rows)])
+
+
 def _log_normaliser(logits_RV: torch.Tensor, probs_RV: torch.Tensor) -> torch.Tensor:
     """fp32 log-sum-exp of logits whose softmax is known: two maxima instead of another exp pass."""
     return logits_RV.amax(-1).float() - probs_RV.amax(-1).float().log()
@@ -255,9 +273,9 @@ def _streamed_chunk(
     state_lse = torch.full((len(h),), float("-inf"), device=h.device)
     lse = torch.full_like(state_lse, float("-inf")) if target_lse is None else target_lse
     for piece in pieces:
-        state_lse = torch.logaddexp(state_lse, torch.logsumexp(h @ piece.t(), -1).float())
+        state_lse = torch.logaddexp(state_lse, _log_sum_exp(h @ piece.t()))
         if target_lse is None:
-            lse = torch.logaddexp(lse, torch.logsumexp(g @ piece.t(), -1).float())
+            lse = torch.logaddexp(lse, _log_sum_exp(g @ piece.t()))
     loss_R = torch.zeros_like(state_lse)
     grad_RD = torch.zeros(h.shape, dtype=torch.float32, device=h.device)
     flat = scratch.view(3, -1)
@@ -295,7 +313,7 @@ def _sub_vocab_chunk(
     target_logits, p = (flat[i, : len(h) * kept].view(shape) for i in range(2))
     torch.mm(g, sub.weight_WD[:kept].t(), out=target_logits)
     torch.softmax(target_logits, -1, out=p)
-    kept_mass = (_log_normaliser(target_logits, p) - target_lse).exp().clamp_(max=1.0)
+    kept_mass = (_log_sum_exp(target_logits) - target_lse).exp().clamp_(max=1.0)
     rest_mass = 1.0 - kept_mass
     logits, q = scratch[0, : len(h)], scratch[2, : len(h)]
     torch.mm(h, sub.weight_WD.t(), out=logits)

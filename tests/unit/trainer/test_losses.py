@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from mtp_train import losses
+from mtp_train.config import LossConfig
 from mtp_train.losses import (
     TailSampler,
     smooth_l1_sum,
     soft_cross_entropy_sum,
     target_log_normaliser,
 )
+from mtp_train.packing import pack
+from tests.unit.trainer.reference import random_embedding, random_sample, tiny_spec
 
 A, D, V = 37, 24, 211
 
@@ -180,3 +186,59 @@ def test_smooth_l1_is_a_weighted_sum_of_row_means(tensors):
     state, target, weight, _ = tensors
     rows = torch.stack([F.smooth_l1_loss(s, t) for s, t in zip(state, target, strict=True)])
     torch.testing.assert_close(smooth_l1_sum(state, target, weight), (rows * weight).sum())
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+@pytest.mark.parametrize("num_kept", [240, 150])
+def test_bfloat16_tail_mass_is_exact_but_for_the_rounding_of_the_logits(num_kept, scale):
+    """Against fp64. With a zero state the head is uniform, so that each row's loss tells its mass:
+    ``log V - rest * log(V - kept)`` (V a power of two, where the uniform softmax is exact)."""
+    torch.manual_seed(3)
+    vocab_size, num_rows = 256, 60
+    lm_head = torch.randn(vocab_size, D).bfloat16()
+    target = (torch.randn(num_rows, D) * scale).bfloat16()
+    kept = torch.arange(num_kept)
+    sub = TailSampler(kept, lm_head, sample_size=vocab_size).draw(seed=0)
+    lse = target_log_normaliser(target, lm_head, row_chunk=16)
+    logits = target.double() @ lm_head.double().t()
+    exact = torch.softmax(logits, -1)[:, num_kept:].sum(-1)
+    moved = logits.abs().amax(-1) * 2**-8  # what rounding does to one logit
+    assert ((lse - torch.logsumexp(logits, -1)).abs() <= moved + 1e-5).all()
+    rest = torch.empty(num_rows, dtype=torch.float64)
+    state, one = torch.zeros(1, D).bfloat16(), torch.ones(1)
+    for row in range(num_rows):
+        part = slice(row, row + 1)
+        loss = soft_cross_entropy_sum(
+            state, target[part], one, lm_head, row_chunk=1, target_lse_A=lse[part], sub_vocab=sub
+        )
+        rest[row] = (math.log(vocab_size) - loss.double()) / math.log(vocab_size - num_kept)
+    bound = torch.expm1(2 * moved) * exact * (1 - exact) + 1e-5
+    assert ((rest - exact).abs() <= bound).all()
+    assert (rest - exact).abs().max() < 0.01
+
+
+def test_wide_bfloat16_rows_are_normalised_in_float32():
+    torch.manual_seed(0)
+    lm_head = torch.randn(100_000, 4).bfloat16()
+    target = torch.randn(7, 4).bfloat16() * 8
+    ours = target_log_normaliser(target, lm_head, row_chunk=7)
+    expected = torch.logsumexp((target @ lm_head.t()).double(), -1)
+    torch.testing.assert_close(ours, expected.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("unused", ["hidden", "logit"])
+def test_a_part_without_weight_is_not_computed(unused, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError(f"the {unused} loss was computed")
+
+    name = {"hidden": "smooth_l1_sum", "logit": "soft_cross_entropy_sum"}[unused]
+    monkeypatch.setattr(losses, name, refuse)
+    spec = tiny_spec()
+    batch = pack([random_sample(spec, 9, seed=1)])
+    state = torch.randn(len(batch.steps[0].rows_N), spec.hidden_size, requires_grad=True)
+    config = LossConfig(**{f"{unused}_weight": 0.0})
+    parts = losses.head_loss([state], batch, random_embedding(spec), config=config)
+    parts.total.backward()
+    assert state.grad.abs().sum() > 0
+    assert getattr(parts, unused) == 0
+    assert parts.hidden + parts.logit > 0
