@@ -19,6 +19,7 @@ from typing import Any
 
 from mtp_train.distributed import ProcessGroup
 from mtp_train.metrics import Best
+from mtp_train.run_dir import describe_differences
 from mtp_train.zero import HeadEngine
 
 STATE_NAME = "state.json"
@@ -130,16 +131,9 @@ def load(
     if not file.is_file():
         raise ValueError(f"{file}: missing; remove {path} to continue from an older checkpoint")
     state = TrainerState.from_json(file.read_text(), source=file)
-    differing = sorted(
-        key
-        for key in settings.keys() | state.settings.keys()
-        if settings.get(key) != state.settings.get(key)
-    )
-    if differing:
-        changes = ", ".join(
-            f"{key} was {state.settings.get(key)!r}, is {settings.get(key)!r}" for key in differing
-        )
-        raise ValueError(f"{path} was written with other settings: {changes}")
+    differences = describe_differences(state.settings, settings)
+    if differences:
+        raise ValueError(f"{path} was written with other settings: {'; '.join(differences)}")
     if not engine.load(str(path), _TAG):
         raise ValueError(f"{path}: DeepSpeed found no loadable state in it")
     return state

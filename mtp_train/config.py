@@ -71,8 +71,8 @@ class LossConfig:
 class TrainerConfig:
     """Optimisation. Tokens are packed rows of the feature store."""
 
-    epochs: int = 1
-    max_steps: int = 0  # 0 = epochs decide
+    epochs: int = 1  # passes over the data, where max_steps is 0
+    max_steps: int = 0  # 0 = epochs decide; else exactly so many, epochs repeated as needed
     tokens_per_step: int = 4096  # per optimiser step, over all ranks and accumulation
     gradient_accumulation: int = 1
     learning_rate: float = 1e-3

@@ -8,6 +8,7 @@ of all ranks, accumulate gradients of the global mean, agree on whether they are
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from mtp_train.checkpoint import Observer, TrainerState
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.errors import StageRefusedError
+from mtp_train.features.target import target_dtype
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, TailSampler, head_loss, loss_weight
 from mtp_train.losses import target_log_normaliser as log_normaliser
@@ -44,6 +46,8 @@ from runtime.head_spec import HeadSpec, save_head
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+_PARITY_NAME = "parity.json"  # the ladder leaves it beside the head
 
 
 class TrainingDivergedError(StageRefusedError):
@@ -100,7 +104,7 @@ class Trainer:
         self._num_steps = config.loss.num_unroll_steps
         self._plan = self._plan_run()
         self._sampler = None
-        if inputs.kept_ids is not None:
+        if inputs.kept_ids is not None and config.loss.logit_weight:
             self._sampler = TailSampler(
                 inputs.kept_ids, inputs.lm_head_VD, sample_size=config.loss.tail_sample_size
             )
@@ -136,19 +140,21 @@ class Trainer:
             return self._loop(log, reader)
 
     def _plan_run(self) -> list[tuple[int, list[int]]]:
-        """(epoch, sample indices) of every step of the run."""
+        """(epoch, sample indices) of every step: ``max_steps`` of them, else ``epochs``' worth."""
         trainer = self._config.trainer
-        plan = [
-            (epoch, indices)
-            for epoch in range(trainer.epochs)
-            for indices in plan_epoch(
+        plan: list[tuple[int, list[int]]] = []
+        for epoch in itertools.count() if trainer.max_steps else range(trainer.epochs):
+            steps = plan_epoch(
                 self._lengths,
                 tokens_per_step=trainer.tokens_per_step,
                 seed=derive_seed(self._config.seed, "order"),
                 epoch=epoch,
             )
-        ]
-        return plan[: trainer.max_steps] if trainer.max_steps else plan
+            assert steps, "a run has at least one sample"
+            plan += [(epoch, indices) for indices in steps]
+            if 0 < trainer.max_steps <= len(plan):
+                return plan[: trainer.max_steps]
+        return plan
 
     @property
     def head_dir(self) -> Path:
@@ -161,6 +167,20 @@ class Trainer:
         for name in ("checkpoint_every", "keep_last", "log_every", "wandb", "tensorboard"):
             del trainer[name]
         trainer["betas"] = list(trainer["betas"])
+        measured: dict[str, Any] = {}  # what decides which head is the best
+        if self._config.trainer.validate_every:
+            validate, runtime = self._config.validate, self._config.runtime
+            dtype = target_dtype(self._config.target, self._group.device)
+            measured = {
+                "validate": {
+                    "k": validate.k,
+                    "num_prompts": validate.num_prompts,
+                    "max_tokens": validate.max_tokens,
+                    "temperature": validate.temperature,
+                    "dtype": str(dtype),
+                },
+                "runtime": {"verify": runtime.verify, "draft_mode": runtime.draft_mode},
+            }
         return {
             "seed": self._config.seed,
             "trainer": trainer,
@@ -169,6 +189,7 @@ class Trainer:
             "world_size": self._group.world_size,
             "dtype": str(self._dtype),
             "num_samples": len(self._lengths),
+            **measured,
             **self._inputs.fingerprint,
         }
 
@@ -361,6 +382,8 @@ class Trainer:
         """Write the native head directory. Collective."""
         tensors = self._engine.tensors() if tensors is None else tensors
         if self._group.is_leader:
+            # the verdict on other weights must be gone before these can be seen
+            (self.head_dir / _PARITY_NAME).unlink(missing_ok=True)
             save_head(self.head_dir, self._inputs.spec, tensors)
             self._observe("head written")
         self._group.barrier()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from data_prep.token_set import TokenSet, load_token_set
 from mtp_train.checkpoint import Observer
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup, run_on_leader
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.target import cache_directory, target_directory
+from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
-from mtp_train.train_loop import SampleSource, Trainer, TrainInputs, ignore
+from mtp_train.targets import open_target
+from mtp_train.train_loop import Trainer, TrainInputs, ignore
 from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, count_physical_cores, set_threads
@@ -26,12 +29,12 @@ from runtime.models.config import load_config
 from runtime.models.loader import (
     Checkpoint,
     fingerprint_target,
-    load_target,
 )
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
+_SCAN_ROWS = 1024
 DEFAULT_INITIALIZER_RANGE = 0.02  # transformers' default where config.json has none
 
 
@@ -66,7 +69,9 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
 def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Validator | None]:
     """Features, target tensors, first weights, and the validator if one is asked for.
 
-    With an inline validator the embedding and ``lm_head`` are the runtime target's own storage.
+    Only samples of the token set's train split are trained on, whatever else the store holds. An
+    inline validator runs in the dtype that is served; where training has the same, the embedding
+    and ``lm_head`` are the runtime target's own storage.
     """
     run_directory = RunDirectory.from_config(config)
     cache = cache_directory(config.target)
@@ -74,7 +79,8 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     directory = run_on_leader(group, lambda: target_directory(config.target))
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
-    samples = FeatureReader(run_directory.features / "train")
+    token_set = load_token_set(run_directory.data)
+    samples = _open_samples(run_directory.features / "train", token_set)
     stored = samples.manifest.fingerprint.target_weights
     if stored != fingerprint:
         raise ValueError(
@@ -94,15 +100,28 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     is_inline = config.validate.placement == "inline"
     if config.trainer.validate_every and not is_inline:
         validator = SubprocessValidator(config, group=group)
+    embedding: torch.Tensor | None = None
+    lm_head: torch.Tensor | None = None
+    serving_dtype = target_dtype(config.target, group.device)
     if config.trainer.validate_every and is_inline:
-        target = load_target(config.target.path, dtype=dtype, device=group.device, cache_dir=cache)
+        target = open_target(config.target, device=group.device)
         validator = build_validator(config, target=target, group=group)
-        embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)
-    else:
+        if serving_dtype == dtype:
+            embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)
+    if embedding is None or lm_head is None:
         embedding = checkpoint.read("model.embed_tokens.weight", dtype=dtype, device=group.device)
         lm_head = embedding
         if not target_config.tie_word_embeddings:
             lm_head = checkpoint.read("lm_head.weight", dtype=dtype, device=group.device)
+        if validator is not None and is_inline:
+            shared = {tensor.data_ptr(): tensor.nbytes for tensor in (embedding, lm_head)}
+            logger.info(
+                "training in %s beside validation in %s: %d bytes for an embedding and lm_head "
+                "of its own",
+                str(dtype).removeprefix("torch."),
+                str(serving_dtype).removeprefix("torch."),
+                sum(shared.values()),
+            )
     spec = make_head_spec(config.head, target_config, fingerprint=fingerprint)
     initial = initialise(
         spec,
@@ -115,7 +134,9 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     kept = None
     if config.loss.sub_vocab_size:
         kept = frequent_answer_ids(
-            samples, size=config.loss.sub_vocab_size, vocab_size=target_config.vocab_size
+            _trained_rows(token_set, samples),
+            size=config.loss.sub_vocab_size,
+            vocab_size=target_config.vocab_size,
         )
     inputs = TrainInputs(
         spec=spec,
@@ -127,6 +148,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         fingerprint={
             "target": fingerprint,
             "features": samples.manifest.fingerprint.digest(),
+            "tokens": _content(config, token_set),
             "head": {
                 "kind": config.head.kind,
                 "init": config.head.init,
@@ -139,24 +161,62 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     return inputs, validator
 
 
-def frequent_answer_ids(samples: SampleSource, *, size: int, vocab_size: int) -> torch.Tensor:
+def frequent_answer_ids(
+    rows: Iterable[tuple[np.ndarray, np.ndarray]], *, size: int, vocab_size: int
+) -> torch.Tensor:
     """The ``size`` ids that occur most often under the loss mask (int64, ascending).
 
-    Ties go to the smaller id. Raises ``ValueError`` when ``size`` is not below ``vocab_size``.
+    ``rows``: token ids (integers ``[T]``) and loss mask (bool ``[T]``) of each sample. Ties go to
+    the smaller id. Raises ``ValueError`` when ``size`` is not below ``vocab_size``.
     """
     if not 0 < size < vocab_size:
         raise ValueError(
             f"loss.sub_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
             "(0 uses all of it)"
         )
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for index in range(len(samples)):
-        sample = samples.get(index, dtype=torch.bfloat16)
-        counts += torch.bincount(sample.input_ids[sample.loss_mask], minlength=vocab_size)
-    order = torch.sort(counts, descending=True, stable=True).indices[:size]
-    covered = counts[order].sum().item() / max(1, counts.sum().item())
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for ids_T, mask_T in rows:
+        np.add.at(counts, ids_T[mask_T], 1)
+    order = torch.sort(torch.from_numpy(counts), descending=True, stable=True).indices[:size]
+    covered = int(counts[order.numpy()].sum()) / max(1, int(counts.sum()))
     logger.info("loss over the %d most frequent answer tokens: %.2f %%", size, 100 * covered)
     return order.sort().values
+
+
+def _open_samples(store: Path, token_set: TokenSet) -> FeatureReader:
+    """The store's samples that the train split names. Raises ``ValueError`` when one is missing."""
+    wanted = set(token_set.train["sample_id"])
+    samples = FeatureReader(store, select=wanted)
+    num_quarantined = len(wanted) - len(samples)  # the reader refuses any other absence
+    logger.info(
+        "features: %d of %d samples of the train split%s",
+        len(samples),
+        len(wanted),
+        f"; {num_quarantined} were quarantined" if num_quarantined else "",
+    )
+    return samples
+
+
+def _trained_rows(
+    token_set: TokenSet, samples: FeatureReader
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids and mask of the token row of every sample, as far as it has states."""
+    lengths = dict(zip(samples.sample_ids, samples.lengths.tolist(), strict=True))
+    columns = token_set.train.select_columns(["sample_id", "input_ids", "loss_mask"])
+    for table in columns.with_format("arrow").iter(_SCAN_ROWS):
+        ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+        flat_ids, flat_mask = (x.flatten().to_numpy(zero_copy_only=False) for x in (ids, masks))
+        starts = (ids.offsets.to_numpy() - ids.offsets[0].as_py()).tolist()
+        for sample_id, start in zip(table["sample_id"].to_pylist(), starts, strict=False):
+            stop = start + lengths.pop(sample_id, 0)  # a repeated row is one sample
+            yield flat_ids[start:stop], flat_mask[start:stop]
+
+
+def _content(config: Config, token_set: TokenSet) -> dict[str, str]:
+    """Content hashes of the splits that decide the result."""
+    content = token_set.fingerprint["content"]
+    splits = ("train", "validation") if config.trainer.validate_every else ("train",)
+    return {split: content[split] for split in splits}
 
 
 def _dtype(config: Config, device: torch.device) -> torch.dtype:

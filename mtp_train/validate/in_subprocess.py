@@ -85,6 +85,8 @@ class SubprocessValidator:
             return _read_result(place / _RESULT_NAME)
         finally:
             shutil.rmtree(place, ignore_errors=True)
+            if not any(self._folder.iterdir()):
+                self._folder.rmdir()
 
 
 def validate_directory(place: Path, step: int) -> ValidationResult:
@@ -99,8 +101,7 @@ def validate_directory(place: Path, step: int) -> ValidationResult:
     group = init_process_group(device=config.target.device)
     if group.device.type == "cpu":
         set_threads(config.runtime.num_threads)
-    settings = dataclasses.replace(config.target, dtype=config.trainer.dtype)
-    target = open_target(settings, device=group.device)
+    target = open_target(config.target, device=group.device)
     spec, tensors = load_head(place)
     result = build_validator(config, target=target, group=group)(step, spec, tensors)
     write_json_atomic(place / _RESULT_NAME, dataclasses.asdict(result))

@@ -113,7 +113,11 @@ def run(target: Target, group: ProcessGroup, *, hot: bool) -> BenchResult:
     )
     kept = None
     if hot:
-        kept = frequent_answer_ids(samples, size=HOT, vocab_size=target.config.vocab_size)
+        kept = frequent_answer_ids(
+            ((s.input_ids.numpy(), s.loss_mask.numpy()) for s in samples.samples),
+            size=HOT,
+            vocab_size=target.config.vocab_size,
+        )
     inputs = TrainInputs(spec, initial, embedding, lm_head, samples, kept, {"bench": "bench"})
     batches = _sorted_batches(samples)
     peer = PlainTrainer(str(target.path), embedding, lm_head, lr=2e-3)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 
 from data_prep.ids import hash_token_ids
+from data_prep.token_set import load_token_set
+from mtp_train.app import dump_config
 from mtp_train.config import LossConfig, TrainerConfig, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.events import read_events
 from mtp_train.features.target import cache_directory
 from mtp_train.precompute import run as precompute
+from mtp_train.run_dir import RunDirectory
 from mtp_train.trainer import frequent_answer_ids, open_inputs
-from mtp_train.validate.in_subprocess import SubprocessValidator
-from runtime.head_spec import load_head
+from mtp_train.trainer import run as run_training
+from mtp_train.validate.in_subprocess import SubprocessValidator, validate_directory
+from runtime.head_spec import load_head, save_head
 from runtime.models.loader import load_target
 from tests.distributed.trainer_worker import run_stage
 from tests.unit.features.targets import make_config, save_target
 from tests.unit.runtime.model_fixtures import SMALL
-from tests.unit.trainer.reference import TinySample
 
 
 def save_tokens(path):
@@ -43,7 +49,9 @@ def save_tokens(path):
                 }
             )
         Dataset.from_list(rows).save_to_disk(str(path / split))
-    (path / "fingerprint.json").write_text(json.dumps({"version": 1, "inputs": {}, "content": "x"}))
+    content = {"train": "t" * 64, "validation": "v" * 64}
+    fingerprint = {"version": 1, "inputs": {}, "content": content}
+    (path / "fingerprint.json").write_text(json.dumps(fingerprint))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +128,7 @@ def test_validation_in_a_subprocess_gives_the_inline_figures(trained, monkeypatc
     assert got.loss == pytest.approx(want.loss, rel=1e-5)
     for name in ("step", "tau", "rates", "num_drafts", "num_loss_rows", "num_prompts"):
         assert getattr(got, name) == getattr(want, name)
-    assert not any((run / "validation").iterdir()), "the head handed over is left behind"
+    assert not (run / "validation").exists(), "the head handed over is left behind"
 
 
 def test_a_failing_validation_process_is_told_with_its_last_words(trained):
@@ -149,19 +157,129 @@ def test_features_of_another_target_are_refused(trained, tmp_path):
 
 
 def test_the_sub_vocabulary_is_what_answers_use_most():
-    class Store:
-        sample = TinySample(
-            torch.tensor([7, 7, 7, 1, 1, 2, 3]),
-            torch.tensor([False, False, False, True, True, True, True]),
-            torch.zeros(7, 2),
-        )
-
-        def __len__(self):
-            return 1
-
-        def get(self, index, *, dtype):
-            return self.sample
-
-    assert frequent_answer_ids(Store(), size=2, vocab_size=9).tolist() == [1, 2]
+    ids = np.array([7, 7, 7, 1, 1, 2, 3])
+    rows = [(ids, np.array([False, False, False, True, True, True, True]))]
+    assert frequent_answer_ids(rows, size=2, vocab_size=9).tolist() == [1, 2]
     with pytest.raises(ValueError, match="sub_vocab_size=9"):
-        frequent_answer_ids(Store(), size=9, vocab_size=9)
+        frequent_answer_ids(rows, size=9, vocab_size=9)
+
+
+def take_tokens(config, path, *, train):
+    """A token set with some of the rows of ``config``'s."""
+    whole = load_token_set(config.data.path)
+    whole.train.select(train).save_to_disk(str(path / "train"))
+    whole.validation.save_to_disk(str(path / "validation"))
+    fingerprint = {"version": 1, "content": {"train": str(train), "validation": "v" * 64}}
+    (path / "fingerprint.json").write_text(json.dumps(fingerprint))
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=str(path)),
+        features=dataclasses.replace(
+            config.features, path=str(RunDirectory.from_config(config).features)
+        ),
+        trainer=dataclasses.replace(config.trainer, validate_every=0),
+    )
+
+
+def test_only_samples_of_the_train_split_are_trained_on(trained, tmp_path):
+    config, _, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    some = take_tokens(config, tmp_path, train=[1, 3, 4, 3])
+    inputs, _ = open_inputs(some, group=group)
+    rows = load_token_set(tmp_path).train
+    assert list(inputs.samples.sample_ids) == sorted(set(rows["sample_id"]))
+    assert inputs.fingerprint["tokens"] == {"train": "[1, 3, 4, 3]"}
+    answers = {
+        token
+        for index in range(len(inputs.samples))
+        for token in (lambda s: s.input_ids[s.loss_mask].tolist())(
+            inputs.samples.get(index, dtype=torch.float32)
+        )
+    }
+    rare = dataclasses.replace(some, loss=LossConfig(sub_vocab_size=len(answers)))
+    kept = open_inputs(rare, group=group)[0].kept_ids
+    assert set(kept.tolist()) == answers, "ids are counted over other rows than those trained on"
+
+
+def test_a_row_without_features_is_refused_unless_it_was_quarantined(trained, tmp_path):
+    config, _, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    some = take_tokens(config, tmp_path / "data", train=[0, 1, 2])
+    store = RunDirectory.from_config(some).features / "train"
+    lost = load_token_set(some.data.path).train["sample_id"][1]
+    shutil.copytree(store, tmp_path / "features" / "train")
+    file = tmp_path / "features" / "train" / "manifest.json"
+    raw = json.loads(file.read_text())
+    for shard in raw["shards"]:
+        if lost in shard["sample_ids"]:
+            shard["sample_ids"][shard["sample_ids"].index(lost)] = "0" * 32
+    file.write_text(json.dumps(raw))
+    holed = dataclasses.replace(
+        some, features=dataclasses.replace(some.features, path=str(tmp_path / "features"))
+    )
+    with pytest.raises(ValueError, match=f"1 of 3 .*{lost}.*mtp precompute"):
+        open_inputs(holed, group=group)
+    bad = {"sample_id": lost, "num_rows": 9, "num_bad_rows": 1}
+    raw["shards"][0]["quarantined"].append(bad)
+    file.write_text(json.dumps(raw))
+    assert len(open_inputs(holed, group=group)[0].samples) == 2
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+def test_validation_measures_in_the_served_dtype(trained, served, caplog):
+    config, _, _ = trained
+    other = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype=served))
+    with caplog.at_level(logging.INFO):
+        inputs, validator = open_inputs(other, group=SingleProcessGroup(torch.device("cpu")))
+    assert inputs.embedding_VD.dtype == inputs.lm_head_VD.dtype == torch.float32
+    model = validator._target.model
+    assert model.embedding_VD.dtype == getattr(torch, served)
+    assert (model.embedding_VD is inputs.embedding_VD) == (served == "float32")
+    assert ("bytes for an embedding" in caplog.text) == (served == "bfloat16")
+
+
+def test_a_subprocess_validates_in_the_served_dtype(trained, tmp_path):
+    config, run, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    other = dataclasses.replace(config, target=dataclasses.replace(config.target, dtype="bfloat16"))
+    spec, tensors = load_head(run / "head")
+    save_head(tmp_path, spec, tensors)
+    (tmp_path / "settings.yaml").write_text(dump_config(other))
+    _, inline = open_inputs(other, group=group)
+    _, full = open_inputs(config, group=group)
+    want = inline(1, spec, tensors).loss
+    assert validate_directory(tmp_path, 1).loss == pytest.approx(want, rel=1e-5)
+    assert want != pytest.approx(full(1, spec, tensors).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("validate", "k", 3),
+        ("validate", "num_prompts", 1),
+        ("validate", "max_tokens", 7),
+        ("validate", "temperature", 0.5),
+        ("runtime", "verify", "greedy"),
+    ],
+)
+def test_a_run_that_chose_its_best_head_by_another_measure_is_refused(
+    trained, section, field, value
+):
+    config, _, _ = trained
+    changed = dataclasses.replace(getattr(config, section), **{field: value})
+    other = dataclasses.replace(config, **{section: changed})
+    with pytest.raises(ValueError, match=rf"{section}\.{field} was .*, is"):
+        run_training(other, group=SingleProcessGroup(torch.device("cpu")))
+
+
+def test_another_validation_split_is_refused(trained, tmp_path):
+    config, _, _ = trained
+    shutil.copytree(config.data.path, tmp_path / "data")
+    content = {"train": "t" * 64, "validation": "w" * 64}
+    file = tmp_path / "data" / "fingerprint.json"
+    file.write_text(json.dumps({"version": 1, "inputs": {}, "content": content}))
+    other = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, path=str(tmp_path / "data"))
+    )
+    with pytest.raises(ValueError, match=r"tokens\.validation was"):
+        run_training(other, group=SingleProcessGroup(torch.device("cpu")))
