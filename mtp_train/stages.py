@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DATA_TIMEOUT_S = 7 * 24 * 3600.0  # other ranks wait while the leader prepares or regenerates
+_LEADER_TIMEOUT_S = 7 * 24 * 3600.0  # other ranks wait while the leader works alone
+_COLLECTIVE_TIMEOUT_S = 1800.0
 _PREVIEW_ROWS = 2
 
 
@@ -46,7 +47,9 @@ class StageScope:
 
 
 @contextmanager
-def open_stage(config: Config, stage: str, *, timeout_s: float = 1800.0) -> Iterator[StageScope]:
+def open_stage(
+    config: Config, stage: str, *, timeout_s: float = _COLLECTIVE_TIMEOUT_S
+) -> Iterator[StageScope]:
     """Set up ranks, logging and the run directory's records; log start, end and wall time."""
     from mtp_train.console import format_duration, make_console, setup_logging
     from mtp_train.distributed import init_process_group
@@ -74,7 +77,7 @@ def run_data(config: Config) -> int:
     """Prompts to token sets, on the first rank; shows statistics and a preview."""
     from mtp_train.distributed import run_on_leader
 
-    with open_stage(config, "data", timeout_s=_DATA_TIMEOUT_S) as scope:
+    with open_stage(config, "data", timeout_s=_LEADER_TIMEOUT_S) as scope:
         run_on_leader(scope.group, lambda: _prepare_data(config, scope))
     return 0
 
@@ -92,7 +95,9 @@ def run_train(config: Config) -> int:
     """Features to a head, on every rank."""
     from mtp_train.trainer import run
 
-    with open_stage(config, "train") as scope:
+    waits = config.trainer.validate_every > 0 and config.validate.placement == "subprocess"
+    timeout_s = _LEADER_TIMEOUT_S if waits else _COLLECTIVE_TIMEOUT_S
+    with open_stage(config, "train", timeout_s=timeout_s) as scope:
         run(config, group=scope.group)
     return 0
 
@@ -101,7 +106,7 @@ def run_validate(config: Config) -> int:
     """Climb the ladder; 1 when a rung fails."""
     from mtp_train.validate.ladder import run
 
-    with open_stage(config, "validate") as scope:
+    with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
         report: LadderReport = run(config, group=scope.group)
         if scope.group.is_leader:
             write_json_atomic(scope.run.parity_file, report.to_dict())

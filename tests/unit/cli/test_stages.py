@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.token_set import load_token_set
+from mtp_train import stages
 from mtp_train.capture import open_capture
 from mtp_train.config import Config
 from mtp_train.distributed import SingleProcessGroup
@@ -157,3 +158,40 @@ def test_a_capture_with_non_finite_states_is_refused(tmp_path: Path, target: Pat
         open_capture(config, target, bench, group=group) as sink,
     ):
         sink(states, row, "train")
+
+
+@pytest.mark.parametrize(
+    ("stage", "validate_every", "placement", "is_long"),
+    [
+        ("validate", 0, "inline", True),
+        ("train", 5, "subprocess", True),
+        ("train", 0, "subprocess", False),
+        ("train", 5, "inline", False),
+    ],
+)
+def test_ranks_wait_long_only_where_the_leader_works_alone(
+    stage: str,
+    validate_every: int,
+    placement: Any,
+    is_long: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    def open_group(*, device: str, timeout_s: float) -> SingleProcessGroup:
+        waits.append(timeout_s)
+        raise ValueError("seen enough")
+
+    monkeypatch.setattr("mtp_train.distributed.init_process_group", open_group)
+    config = make_config(tmp_path, tmp_path)
+    config = replace(
+        config,
+        trainer=replace(config.trainer, validate_every=validate_every),
+        validate=replace(config.validate, placement=placement),
+    )
+    run = {"train": stages.run_train, "validate": stages.run_validate}[stage]
+    with pytest.raises(ValueError, match="seen enough"):
+        run(config)
+    assert (waits[0] > 24 * 3600) == is_long
+    assert waits[0] >= 1800
