@@ -304,6 +304,11 @@ def _check_regeneration(config: Config) -> None:
 def _check_loss(config: Config) -> None:
     if config.loss.hidden_weight == 0 and config.loss.logit_weight == 0:
         raise ConfigError("loss.hidden_weight=0 with loss.logit_weight=0: nothing to train on")
+    if config.loss.sub_vocab_size and not config.loss.tail_sample_size:
+        raise ConfigError(
+            f"loss.tail_sample_size=0 with loss.sub_vocab_size={config.loss.sub_vocab_size}: must "
+            "be at least 1, or nothing holds the logits outside of the sub-vocabulary down"
+        )
 
 
 def _check_trainer(config: Config) -> None:

@@ -118,6 +118,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
         ),
         ({"loss.hidden_weight": 0.0, "loss.logit_weight": 0.0}, "nothing to train on"),
         (
+            {"loss.sub_vocab_size": 5, "loss.tail_sample_size": 0},
+            r"loss\.tail_sample_size=0 with loss\.sub_vocab_size=5: must be at least 1",
+        ),
+        (
             {"trainer.dtype": "bfloat16", "deepspeed.zero_stage": 0},
             r"trainer\.dtype=bfloat16 with deepspeed\.zero_stage=0",
         ),
