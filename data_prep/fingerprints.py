@@ -12,6 +12,7 @@ from typing import Any
 from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
 from data_prep.sources import resolve_source, source_files
+from runtime.files import sha256_file
 
 
 def fingerprint_inputs(
@@ -76,6 +77,5 @@ def _source_hash(source: str) -> str:
     for file in files:
         name = file.name if path.is_file() else str(file.relative_to(path))
         digest.update(name.encode() + b"\0")
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_file(file)))
     return digest.hexdigest()

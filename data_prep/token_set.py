@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_prep.ids import hash_token_ids
 from data_prep.normalise import Split
+from runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -194,10 +195,4 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write lines of text durably and in one rename."""
-    scratch = path.with_name(f".{path.name}.partial")
-    with scratch.open("w", encoding="utf-8") as stream:
-        for line in lines:
-            stream.write(line + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(scratch, path)
+    write_atomic(path, "".join(line + "\n" for line in lines))

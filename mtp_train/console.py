@@ -80,16 +80,6 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def format_bytes(count: int) -> str:
-    """``512 B``, ``3.4 MB``, ``1.2 GB`` (powers of 1000)."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 from mtp_train.config import Config
 from mtp_train.events import EventLog, to_jsonable
+from runtime.files import write_atomic
 
 StageState = Literal["new", "started", "finished"]
 
@@ -83,6 +83,10 @@ class RunDirectory:
         return self.root / "parity.json"
 
     @property
+    def validate_file(self) -> Path:
+        return self.root / "validate.json"
+
+    @property
     def summary_file(self) -> Path:
         return self.root / "summary.json"
 
@@ -128,15 +132,21 @@ class StageRecord:
         """
         if not self.path.is_file():
             return "new"
-        there = read_json(self.path)
-        differences = describe_differences(there.get("fingerprint", {}), self.fingerprint)
+        differences = self.differences()
         if differences:
             raise ValueError(
                 f"{self.path.parent} holds the {self.stage} output of other settings: "
                 f"{'; '.join(differences)}. Choose another run.name (or output path), go back to "
                 "the old settings, or remove that directory"
             )
-        return "finished" if there.get("finished") else "started"
+        return "finished" if read_json(self.path).get("finished") else "started"
+
+    def differences(self) -> list[str]:
+        """How the record there differs from this fingerprint; empty when there is none."""
+        if not self.path.is_file():
+            return []
+        there = read_json(self.path).get("fingerprint", {})
+        return describe_differences(there, self.fingerprint)
 
     def start(self) -> None:
         """Claim the output for this fingerprint, before anything is written into it."""
@@ -174,12 +184,7 @@ def describe_differences(there: Any, wanted: Any) -> list[str]:
 def write_text_atomic(path: Path, text: str) -> None:
     """Write ``text`` durably: a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    write_atomic(path, text)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:

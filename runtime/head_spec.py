@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from runtime.files import replace_atomic, write_atomic
 
 SPEC_VERSION = 1
 CONFIG_NAME = "config.json"
@@ -210,17 +211,14 @@ def check_head_tensors(spec: HeadSpec, tensors: Mapping[str, torch.Tensor], *, s
 
 
 def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the native directory; each file appears by atomic rename (weights first)."""
+    """Write the native directory; each file appears durably, by rename (weights first)."""
     check_head_tensors(spec, tensors, source=str(path))
     path.mkdir(parents=True, exist_ok=True)
-    staged = path / f".{WEIGHTS_NAME}.{os.getpid()}"
     contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     # One entry only: safetensors writes several in random order, and equal heads must hash equal.
-    save_file(contiguous, staged, metadata={"format": "pt"})
-    os.replace(staged, path / WEIGHTS_NAME)
-    staged = path / f".{CONFIG_NAME}.{os.getpid()}"
-    staged.write_text(spec.to_json())
-    os.replace(staged, path / CONFIG_NAME)
+    metadata = {"format": "pt"}
+    replace_atomic(path / WEIGHTS_NAME, lambda file: save_file(contiguous, file, metadata=metadata))
+    write_atomic(path / CONFIG_NAME, spec.to_json())
 
 
 def load_head(path: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:

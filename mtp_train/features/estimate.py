@@ -94,6 +94,7 @@ def check_free_disk(
 
 
 def format_bytes(count: float) -> str:
+    """``512 B``, ``3.4 MB``, ``1.2 GB`` (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.config import Codec
+from runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ def load_manifest(path: Path) -> Manifest:
 def save_manifest(path: Path, manifest: Manifest) -> None:
     """Replace ``manifest.json`` atomically and durably."""
     text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
-    write_atomically(path / MANIFEST_NAME, text.encode())
+    write_atomic(path / MANIFEST_NAME, text)
 
 
 def part_files(path: Path) -> list[Path]:
@@ -200,31 +201,25 @@ def append_part(path: Path, rank: int, record: ShardRecord) -> None:
 
 
 def read_part(file: Path) -> list[ShardRecord]:
-    """Records of one part file; a torn last line (crash while appending) is left out."""
+    """Records of one part file; a torn last line (crash while appending) is left out.
+
+    Raises :class:`FeatureStoreError` naming any other line that is damaged.
+    """
     lines = file.read_text().split("\n")
     torn = lines.pop()
     if torn:
         logger.warning("%s: last line is torn; its shard is adopted from the file itself", file)
-    return [record_from_json(json.loads(line)) for line in lines]
+    return [_parse_line(file, number, line) for number, line in enumerate(lines, start=1)]
 
 
-def write_atomically(file: Path, data: bytes) -> None:
-    """Write to a temporary neighbour, fsync, rename, fsync the directory."""
-    staged = file.with_name(f".tmp-{os.getpid()}-{file.name}")
+def _parse_line(file: Path, number: int, line: str) -> ShardRecord:
     try:
-        with open(staged, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(staged, file)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        return record_from_json(json.loads(line))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FeatureStoreError(
+            f"{file}: line {number} is damaged ({error!r}); delete this file and run "
+            "`mtp precompute` again, which adopts its shards from themselves"
+        ) from error
 
 
 def fingerprint_from_json(raw: Mapping[str, Any]) -> Fingerprint:

@@ -25,8 +25,8 @@ from mtp_train.features.shards import (
     ShardReader,
     check_presence,
     damaged,
-    hash_file,
 )
+from runtime.files import sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class FeatureReader:
     def _verify(self, number: int) -> None:
         record = self.manifest.shards[number]
         fault = check_presence(self.path, record)
-        if fault is None and hash_file(self.path / record.name) != record.sha256:
+        if fault is None and sha256_file(self.path / record.name) != record.sha256:
             fault = "content does not match the checksum in the manifest (a byte has changed)"
         if fault is not None:
             raise damaged(self.path / record.name, fault)

@@ -32,8 +32,8 @@ from mtp_train.features.manifest import (
     ShardRecord,
     hash_loss_mask,
     record_from_json,
-    write_atomically,
 )
+from runtime.files import sha256_file, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def write_shard(
     data = save(tensors, metadata={METADATA_KEY: json.dumps(described, sort_keys=True)})
     digest = hashlib.sha256(data).hexdigest()
     name = f"shard-{digest[:_NAME_HEX]}.safetensors"
-    write_atomically(path / name, data)
+    write_atomic(path / name, data)
     return dataclasses.replace(record, name=name, sha256=digest, num_bytes=len(data))
 
 
@@ -100,7 +100,7 @@ def adopt_shard(file: Path, fingerprint: Fingerprint) -> ShardRecord | None:
     ``None`` when the file is damaged (its content does not hash to its name). Raises
     :class:`FeatureStoreError` when it is whole but was made from something else.
     """
-    digest = hash_file(file)
+    digest = sha256_file(file)
     if file.name != f"shard-{digest[:_NAME_HEX]}.safetensors":
         return None
     with safe_open(file, framework="pt") as handle:
@@ -112,11 +112,6 @@ def adopt_shard(file: Path, fingerprint: Fingerprint) -> ShardRecord | None:
         )
     record = record_from_json(described["record"])
     return dataclasses.replace(record, name=file.name, sha256=digest, num_bytes=file.stat().st_size)
-
-
-def hash_file(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def check_presence(path: Path, record: ShardRecord) -> str | None:

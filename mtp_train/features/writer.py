@@ -35,6 +35,7 @@ from mtp_train.features.manifest import (
     save_manifest,
 )
 from mtp_train.features.shards import FeatureSample, adopt_shard, check_presence, write_shard
+from runtime.files import STAGED_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def recover_store(path: Path, fingerprint: Fingerprint) -> Manifest:
     :class:`FeatureStoreError` when the store has another fingerprint.
     """
     path.mkdir(parents=True, exist_ok=True)
-    for staged in path.glob(".tmp-*"):
+    for staged in path.glob(f"{STAGED_PREFIX}*"):
         logger.warning("%s: unfinished file of an interrupted dump, removed", staged)
         staged.unlink()
     manifest = Manifest(fingerprint)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtp_train.config import Config
-from mtp_train.console import format_bytes, format_duration
+from mtp_train.console import format_duration
 from mtp_train.demo import run_demo, stage_seconds, summarise
 from mtp_train.run_dir import RunDirectory, write_json_atomic
 from mtp_train.settings import load_config
@@ -34,6 +34,7 @@ def _report(*, passed: bool = True) -> LadderReport:
     return LadderReport(
         target="abc",
         head="runs/demo/head",
+        head_sha256={"config.json": "c0", "model.safetensors": "f0"},
         rungs=(
             RungResult("P2", True, {"max_gap": 1e-6}, {"max_gap": 1e-4}),
             RungResult("P3", passed),
@@ -144,8 +145,3 @@ def test_stage_times_add_up_over_interrupted_attempts(tmp_path: Path) -> None:
 
 def test_numbers_are_readable() -> None:
     assert [format_duration(s) for s in (4.24, 185, 7620)] == ["4.2 s", "3 min 05 s", "2 h 07 min"]
-    assert [format_bytes(n) for n in (512, 3_400_000, 2_000_000_000_000)] == [
-        "512 B",
-        "3.4 MB",
-        "2.0 TB",
-    ]
