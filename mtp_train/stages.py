@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_train.app import dump_config
 from mtp_train.config import Config
-from mtp_train.run_dir import RunDirectory, write_json_atomic
+from mtp_train.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from data_prep.regenerate import HiddenSink
     from mtp_train.distributed import ProcessGroup
     from mtp_train.events import EventLog
-    from mtp_train.validate.report import LadderReport
     from runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -103,14 +102,27 @@ def run_train(config: Config) -> int:
 
 
 def run_validate(config: Config) -> int:
-    """Climb the ladder; 1 when a rung fails."""
+    """Climb the ladder, unless it was climbed with this head and these settings; 1 when a rung
+    fails or failed then.
+    """
+    from mtp_train.distributed import run_on_leader
     from mtp_train.validate.ladder import run
+    from mtp_train.validate.output import LadderRecord
 
     with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
-        report: LadderReport = run(config, group=scope.group)
-        if scope.group.is_leader:
-            write_json_atomic(scope.run.parity_file, report.to_dict())
-    return 0 if report.passed else 1
+        device = scope.group.device
+        record = run_on_leader(scope.group, lambda: LadderRecord.open(config, device=device))
+        passed = record.stored_verdict
+        if passed is None:
+            report = run(config, group=scope.group)
+            run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
+            passed = report.passed
+        else:
+            scope.console.print(
+                f"validate: {scope.run.parity_file} is of this head and these settings "
+                f"({'passed' if passed else 'FAILED'}); nothing to do"
+            )
+    return 0 if passed else 1
 
 
 def _prepare_data(config: Config, scope: StageScope) -> None:

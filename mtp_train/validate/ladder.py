@@ -10,17 +10,20 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
+from data_prep.token_set import read_fingerprint
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.target import cache_directory, target_dtype
-from mtp_train.run_dir import RunDirectory, write_json_atomic
+from mtp_train.run_dir import RunDirectory
 from mtp_train.targets import load_tokenizer
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
 from mtp_train.validate.measure import Measured, measure_acceptance
+from mtp_train.validate.output import write_report
 from mtp_train.validate.report import AcceptanceResult, LadderReport, RungResult, SpeedResult
 from mtp_train.validate.subject import Subject
 from runtime.cpu import set_threads
@@ -32,7 +35,6 @@ _Item = TypeVar("_Item")
 logger = logging.getLogger(__name__)
 
 RUNGS = ("P0", "P1", "P2", "P3", "P4", "P5")
-PARITY_NAME = "parity.json"
 REPORTED_K = (1, 3)  # beside validate.k
 _SEQUENCE_LENS = (200, 64, 150, 33, 90, 120)  # prompt + answer, cut to different lengths
 
@@ -48,7 +50,7 @@ class PromptSet:
 def run(config: Config, *, group: ProcessGroup) -> LadderReport:
     """Climb the rungs of ``config.validate.rungs`` (a collective).
 
-    Writes ``parity.json`` into the run directory and beside the head; the verdict is in the report.
+    Writes the report (:func:`write_report`); the verdict is in it.
     Raises ``ValueError`` for an unknown rung, a head of another target or a missing prompt set.
     """
     report = _climb_leader_only(config, group) if group.is_leader else None
@@ -72,10 +74,15 @@ def _climb_leader_only(config: Config, group: ProcessGroup) -> LadderReport:
         cache_dir=cache_directory(config.target),
     )
     sets = load_prompt_sets(config, subject)
-    report = climb(config, subject, sets, stores=open_stores(run_dir), run_dir=run_dir)
-    content = report.to_dict()
-    write_json_atomic(run_dir.parity_file, content)
-    write_json_atomic(run_dir.head / PARITY_NAME, content)
+    report = climb(
+        config,
+        subject,
+        sets,
+        stores=open_stores(run_dir),
+        missing_stores=find_missing_stores(config, run_dir),
+        run_dir=run_dir,
+    )
+    write_report(report, subject.spec, run_dir)
     show_report(report)
     return report
 
@@ -86,6 +93,7 @@ def climb(
     sets: Sequence[PromptSet],
     *,
     stores: Sequence[FeatureReader] = (),
+    missing_stores: Sequence[Path] = (),
     run_dir: RunDirectory | None = None,
 ) -> LadderReport:
     """Measure acceptance on every set, then climb. The first set also feeds the rungs."""
@@ -125,6 +133,7 @@ def climb(
             subject,
             sequences,
             stores=stores,
+            missing_stores=missing_stores,
             token_rows=_token_rows(run_dir, stores),
             max_logprob_gap=config.features.p0_max_logprob_gap,
             max_kl=config.features.p0_max_kl,
@@ -159,6 +168,7 @@ def climb(
     return LadderReport(
         target=subject.target(subject.runtime_dtype).fingerprint,
         head=str(subject.head_path),
+        head_sha256=subject.head_sha256,
         rungs=tuple(results),
         acceptance=tuple(_describe(item) for item in measured),
         speed=tuple(speed),
@@ -186,12 +196,24 @@ def load_prompt_sets(config: Config, subject: Subject) -> list[PromptSet]:
 
 def open_stores(run_dir: RunDirectory) -> list[FeatureReader]:
     """The run's feature stores that exist; shards that are gone are left out."""
-    places = [run_dir.features / split for split in ("train", "validation")]
     return [
         FeatureReader(place, missing="skip")
-        for place in places
+        for place in _store_places(run_dir)
         if (place / MANIFEST_NAME).is_file()
     ]
+
+
+def find_missing_stores(config: Config, run_dir: RunDirectory) -> list[Path]:
+    """Stores that the run lacks. None for a head from elsewhere in a run without a token set:
+    there is nothing that features could have been made of.
+    """
+    if config.validate.head and read_fingerprint(run_dir.data) is None:
+        return []
+    return [place for place in _store_places(run_dir) if not (place / MANIFEST_NAME).is_file()]
+
+
+def _store_places(run_dir: RunDirectory) -> list[Path]:
+    return [run_dir.features / split for split in ("train", "validation")]
 
 
 def cut_sequences(served: Sequence[Generation]) -> list[list[int]]:
@@ -255,7 +277,7 @@ def _token_rows(
     """Tokens by sample id, of the run's token set; ``None`` when there is no finished one."""
     if run_dir is None or not stores:
         return None
-    from data_prep.token_set import load_token_set, read_fingerprint
+    from data_prep.token_set import load_token_set
 
     if read_fingerprint(run_dir.data) is None:
         return None

@@ -11,6 +11,7 @@ Shape legend: T tokens of one sample, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def check(
     sequences: Sequence[Sequence[int]],
     *,
     stores: Sequence[FeatureReader] = (),
+    missing_stores: Sequence[Path] = (),
     token_rows: Mapping[str, Sequence[int]] | None = None,
     max_logprob_gap: float,
     max_kl: float,
@@ -46,6 +48,7 @@ def check(
 ) -> RungResult:
     """``sequences``: token ids for (a). ``stores`` are the feature stores for (b); ``token_rows``
     maps a sample id to the tokens it must hold (``None``: there is no token set to compare with).
+    ``missing_stores`` should be there and are not, which fails the rung.
     """
     figures: dict[str, Any] = {}
     failures: list[str] = []
@@ -74,6 +77,7 @@ def check(
     )
     figures |= store_figures
     failures += failed
+    failures += [f"{path}: no features; run `mtp precompute`" for path in missing_stores]
     seen = f"{len(stores)} stores" if stores else "no feature store: stored states not looked at"
     bounds = {"float32_max_gap": max_logprob_gap, "mean_kl": max_kl, "rows_that_differ": 0}
     note = "; ".join([*failures, seen])

@@ -3,7 +3,8 @@
 In fp32 the replayed steps must *equal* the runtime's, drafts and accepted counts alike. In the
 run's dtype the conditional rates may differ by 1.5 points. Too few drafts is a failure, not a pass.
 Few drafts get as far as the later positions: one decided for fewer drafts than the minimum fails
-when its whole prompt-clustered bootstrap interval (family-wise 99 %) lies beyond the bound.
+when its whole prompt-clustered bootstrap interval (family-wise 99 %) lies beyond the bound, and is
+reported as undecided, which is no pass of that position, when its interval touches the bound.
 
 Shape legend: P prompts, K positions.
 """
@@ -12,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from mtp_train.validate.bootstrap import prompt_interval
+from mtp_train.validate.bootstrap import Interval, prompt_interval
 from mtp_train.validate.measure import decode_waves, make_requests
 from mtp_train.validate.p2 import hidden_sequences
 from mtp_train.validate.replay import ReplayedStep, replay, trimmed_steps, undrafted_tokens
@@ -61,9 +62,11 @@ def check(
         figures |= more
         bounds |= limits
         passed = passed and is_close
-    note = (
-        f"{len(prompts)} prompts in float32, {len(served)} in {dtype_name(subject.runtime_dtype)}"
-    )
+    name = dtype_name(subject.runtime_dtype)
+    note = f"{len(prompts)} prompts in float32, {len(served)} in {name}"
+    if undecided := figures.get(f"{name}_undecided"):
+        positions = ", ".join(str(j) for j in undecided)
+        note += f", undecided at position {positions} (too few drafts get there)"
     return RungResult("P3", passed, figures, bounds, note=f"{note}, K={k}, greedy, arg-max drafts")
 
 
@@ -121,12 +124,27 @@ def _compare_rates(
     intervals = [prompt_interval(both, partial(_gap_at, k, j), level=level) for j in range(k)]
     figures[f"{name}_gap_interval"] = [[i.low, i.high] for i in intervals]
     reached = theirs.sum(0)[:-1]  # drafts that position j was decided for
-    is_close = all(
-        abs(gap) <= MAX_GAP
-        or (count < min_drafts and interval.low <= MAX_GAP and interval.high >= -MAX_GAP)
+    verdicts = [
+        judge_position(gap, interval, num_drafts=count, min_drafts=min_drafts)
         for gap, count, interval in zip(trained - served, reached, intervals, strict=True)
-    )
-    return is_close, figures, bounds
+    ]
+    figures[f"{name}_undecided"] = [j for j, v in enumerate(verdicts) if v == "undecided"]
+    return "differs" not in verdicts, figures, bounds
+
+
+def judge_position(
+    gap: float, interval: Interval, *, num_drafts: int, min_drafts: int
+) -> Literal["agrees", "undecided", "differs"]:
+    """One position's verdict. With ``min_drafts`` the gap itself counts. With fewer, the interval
+    does: it lies within the bound, beyond it, or touches it, which decides nothing.
+    """
+    if num_drafts >= min_drafts:
+        return "agrees" if abs(gap) <= MAX_GAP else "differs"
+    if interval.low > MAX_GAP or interval.high < -MAX_GAP:
+        return "differs"
+    if interval.low >= -MAX_GAP and interval.high <= MAX_GAP:
+        return "agrees"
+    return "undecided"
 
 
 def _sums(steps: Sequence[ReplayedStep], k: int) -> list[int]:

@@ -63,6 +63,7 @@ class LadderReport:
 
     target: str  # fingerprint
     head: str  # directory
+    head_sha256: Mapping[str, str]  # of its files, by name: the figures are of these weights
     rungs: tuple[RungResult, ...]
     acceptance: tuple[AcceptanceResult, ...] = ()
     speed: tuple[SpeedResult, ...] = ()
@@ -78,6 +79,7 @@ class LadderReport:
             "passed": self.passed,
             "target": self.target,
             "head": self.head,
+            "head_sha256": dict(self.head_sha256),
             "rungs": {
                 rung.name: {
                     "passed": rung.passed,

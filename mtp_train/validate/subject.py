@@ -15,7 +15,8 @@ from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.validate.in_training import lm_head_weight
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import HeadSpec, load_head
+from runtime.files import sha256_file
+from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec, load_head
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.loader import Target, load_target
@@ -37,6 +38,7 @@ class Subject:
     _targets: dict[torch.dtype, Target] = field(default_factory=dict, repr=False)
     _heads: dict[torch.dtype, MtpHead] = field(default_factory=dict, repr=False)
     _contract: tuple[HeadSpec, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+    _head_sha256: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def spec(self) -> HeadSpec:
@@ -45,6 +47,12 @@ class Subject:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._load_head()[1]
+
+    @property
+    def head_sha256(self) -> dict[str, str]:
+        """Hashes of the head's files, taken when they were loaded."""
+        self._load_head()
+        return self._head_sha256
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -99,6 +107,7 @@ class Subject:
     def _load_head(self) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
         if self._contract is None:
             spec, tensors = load_head(self.head_path)
+            self._head_sha256 = hash_head(self.head_path)
             fingerprint = self.target(self.runtime_dtype).fingerprint
             if spec.target_fingerprint != fingerprint:
                 raise ValueError(
@@ -107,6 +116,11 @@ class Subject:
                 )
             self._contract = spec, tensors
         return self._contract
+
+
+def hash_head(path: Path) -> dict[str, str]:
+    """sha256 (hex) of a native directory's files, by name."""
+    return {name: sha256_file(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import torch
 from data_prep.config import DataConfig
 from mtp_train.config import Config, RunConfig, TargetConfig, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
-from mtp_train.run_dir import read_json
-from mtp_train.validate import ladder, p4, run
+from mtp_train.run_dir import RunDirectory, read_json
+from mtp_train.stages import run_validate
+from mtp_train.validate import ladder, p3, p4, run
+from mtp_train.validate.bootstrap import Interval
 from mtp_train.validate.ladder import PromptSet, climb
 from mtp_train.validate.rejection import GTest
+from mtp_train.validate.report import LadderReport, RungResult
 from mtp_train.validate.subject import Subject
+from runtime.engine import Engine
 from runtime.head_spec import load_head, save_head
 from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
 
@@ -113,3 +118,94 @@ def test_unknown_rungs_and_foreign_heads_are_refused(
     )
     with pytest.raises(ValueError, match="trained for target other"):
         run(foreign, group=group)
+
+
+def test_a_ladder_is_not_climbed_twice_for_the_same_head_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_subject(tmp_path)
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    climbed: list[LadderReport] = []
+
+    def fail_p1(*args: Any, **options: Any) -> LadderReport:
+        climbed.append(
+            dataclasses.replace(real(*args, **options), rungs=(RungResult("P1", False),))
+        )
+        return climbed[-1]
+
+    real = ladder.climb
+    monkeypatch.setattr(ladder, "climb", fail_p1)
+    config = make_config(tmp_path, rungs=("P1",))
+    assert run_validate(config) == 1
+    parity_file = tmp_path / "runs" / "ladder" / "parity.json"
+    parity = read_json(parity_file)
+    assert parity["head_sha256"] == {
+        name: hashlib.sha256((tmp_path / "head" / name).read_bytes()).hexdigest()
+        for name in ("config.json", "model.safetensors")
+    }
+    assert run_validate(config) == 1
+    assert len(climbed) == 1
+    assert "nothing to do" in capsys.readouterr().out
+
+    longer = dataclasses.replace(config.validate, max_tokens=21)
+    run_validate(dataclasses.replace(config, validate=longer))
+    assert len(climbed) == 2
+    spec, tensors = load_head(tmp_path / "head")
+    save_head(tmp_path / "head", spec, {name: value * 0.5 for name, value in tensors.items()})
+    run_validate(dataclasses.replace(config, validate=longer))
+    assert len(climbed) == 3
+    parity_file.write_text("{}")
+    run_validate(dataclasses.replace(config, validate=longer))
+    assert len(climbed) == 4
+
+
+def test_the_head_explains_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    report = run(make_config(place, rungs=("P1",)), group=SingleProcessGroup(CPU))
+    text = (place / "head" / "README.md").read_text()
+    assert report.target in text
+    assert all(value in text for value in report.head_sha256.values())
+    assert "| P1 | passed |" in text
+    assert f"{report.acceptance[0].counts.tau:.3f}" in text
+    code = text.split("```python\n")[1].split("```")[0]
+    code = code.replace('"TARGET"', repr(str(place / "target")))
+    names: dict[str, Any] = {}
+    exec(code.replace('"HEAD"', repr(str(place / "head"))), names)
+    assert isinstance(names["engine"], Engine)
+
+
+def test_a_run_without_features_fails_p0_and_a_bare_head_does_not(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    config = make_config(place, rungs=("P0",))
+    run_dir = RunDirectory.from_config(config)
+    assert ladder.find_missing_stores(config, run_dir) == []
+    own = dataclasses.replace(config, validate=dataclasses.replace(config.validate, head=""))
+    missing = ladder.find_missing_stores(own, run_dir)
+    assert [path.name for path in missing] == ["train", "validation"]
+    sets = fake_sets(config, subject_at(place))
+    bare = climb(config, subject_at(place), sets)
+    assert bare.passed
+    report = climb(config, subject_at(place), sets, missing_stores=missing)
+    assert not report.passed
+    assert "mtp precompute" in report.rungs[0].note
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "num_drafts", "verdict"),
+    [
+        (-0.01, 0.01, 10, "agrees"),
+        (-0.01, 0.02, 10, "undecided"),
+        (-0.02, 0.01, 10, "undecided"),
+        (0.016, 0.03, 10, "differs"),
+        (-0.03, -0.016, 10, "differs"),
+        (-0.01, 0.03, 100, "agrees"),
+    ],
+)
+def test_positions_that_few_drafts_reach_are_called_undecided(
+    low: float, high: float, num_drafts: int, verdict: str
+) -> None:
+    interval = Interval(low, high, 0.99)
+    gap = (low + high) / 2
+    assert p3.judge_position(gap, interval, num_drafts=num_drafts, min_drafts=100) == verdict

@@ -1,0 +1,180 @@
+"""What the ladder leaves behind: ``parity.json``, the head's ``README.md``, and the stage's record.
+
+:func:`write_report` is the only writer of both files. The record says which head, target and
+settings the report is of, so that the ladder is not climbed twice for the same figures.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.token_set import read_fingerprint
+from mtp_train.config import Config
+from mtp_train.features.manifest import MANIFEST_NAME
+from mtp_train.features.target import cache_directory, target_directory, target_dtype
+from mtp_train.run_dir import RunDirectory, StageRecord, write_json_atomic
+from mtp_train.validate.report import LadderReport
+from mtp_train.validate.subject import dtype_name, hash_head
+from runtime.files import sha256_file, write_atomic
+from runtime.head_spec import HeadSpec, load_head
+from runtime.models.loader import fingerprint_target
+
+logger = logging.getLogger(__name__)
+
+README_NAME = "README.md"
+_TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does not read them
+
+
+@dataclass(frozen=True)
+class LadderRecord:
+    """The record of one ladder (leader only). ``stored_verdict``: whether it passed; ``None`` when
+    there is no finished report of this head and these settings.
+    """
+
+    record: StageRecord
+    stored_verdict: bool | None
+
+    @classmethod
+    def open(cls, config: Config, *, device: torch.device) -> LadderRecord:
+        """Compare what is there with ``config`` and claim it when it has to be measured.
+
+        Unlike other stages, a ladder of another head or of other settings is not refused: its
+        report says what it is of, and is replaced. Raises ``ValueError`` for a head that cannot be
+        loaded.
+        """
+        run = RunDirectory.from_config(config)
+        load_head(run.head)
+        record = StageRecord(
+            run.validate_file, stage="validate", fingerprint=ladder_inputs(config, device=device)
+        )
+        verdict = _stored_verdict(record, run)
+        if verdict is None:
+            record.start()
+        return cls(record, verdict)
+
+    def finish(self, report: LadderReport, parity_file: Path) -> None:
+        """Mark the report complete, unless the head was replaced while it was measured."""
+        if dict(report.head_sha256) != self.record.fingerprint["head"]:
+            logger.warning("%s was replaced during validation: validate it again", report.head)
+            return
+        self.record.finish({"passed": report.passed, "parity_sha256": sha256_file(parity_file)})
+
+
+def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
+    """Everything the figures depend on, by content where it is a file."""
+    run = RunDirectory.from_config(config)
+    validate = asdict(config.validate)
+    for name in ("head", *_TRAINING_ONLY):
+        del validate[name]
+    template = config.data.chat_template
+    manifests = {split: run.features / split / MANIFEST_NAME for split in ("train", "validation")}
+    token_set = read_fingerprint(run.data)
+    return {
+        "head": hash_head(run.head),
+        "target": fingerprint_target(
+            target_directory(config.target), cache_dir=cache_directory(config.target)
+        ),
+        "dtype": dtype_name(target_dtype(config.target, device)),
+        "seed": config.seed,
+        "validate": validate,
+        "runtime": asdict(config.runtime) | {"device": str(device)},
+        "chat_template": sha256_file(Path(template)) if template else "",
+        "chat_template_kwargs": dict(config.data.chat_template_kwargs),
+        "p0_max_logprob_gap": config.features.p0_max_logprob_gap,
+        "p0_max_kl": config.features.p0_max_kl,
+        "token_set": token_set["fingerprint"] if token_set else "",
+        "features": {
+            split: sha256_file(file) if file.is_file() else "" for split, file in manifests.items()
+        },
+    }
+
+
+def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> None:
+    """``parity.json`` into the run directory and beside the head, and the head's ``README.md``."""
+    content = report.to_dict()
+    write_json_atomic(run.parity_file, content)
+    write_json_atomic(run.head / run.parity_file.name, content)
+    write_atomic(run.head / README_NAME, describe_head(report, spec))
+
+
+def describe_head(report: LadderReport, spec: HeadSpec) -> str:
+    """Markdown: what the head is, what was measured how, and how to load it."""
+    num_params = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values())
+    hashes = "\n".join(f"- `{name}` sha256 `{value}`" for name, value in report.head_sha256.items())
+    verdicts = "\n".join(
+        f"| {rung.name} | {'passed' if rung.passed else 'FAILED'} | {rung.note} |"
+        for rung in report.rungs
+    )
+    rows = "\n".join(
+        f"| {row.prompt_set} | {row.temperature:g} | {row.draft_mode} | {row.counts.k} "
+        f"| {row.counts.tau:.3f} [{row.tau_low:.3f}, {row.tau_high:.3f}] "
+        f"| {' '.join(f'{rate:.3f}' for rate in row.counts.rates)} "
+        f"| {row.counts.num_drafts} | {row.num_prompts} |"
+        for row in report.acceptance
+    )
+    return f"""# Draft head ({spec.kind})
+
+Drafts tokens for speculative decoding with one target model, and with no other: the one whose
+weights have the fingerprint `{report.target}`. Embedding and `lm_head` are the target's and not in
+here. {num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query and \
+{spec.num_kv_heads} key/value heads, vocabulary {spec.vocab_size}.
+
+{hashes}
+
+## Measured
+
+By `mtp validate`, target and draft together in the inference runtime. Tokens per step (tau) is
+1 + accepted / verification steps, pooled over prompts, with the bootstrap interval over prompts.
+
+| prompts | temperature | drafts | K | tokens per step | accepted by position | steps | prompts |
+|---|---|---|---|---|---|---|---|
+{rows}
+
+| rung | verdict | what |
+|---|---|---|
+{verdicts}
+
+All figures and their bounds are in `parity.json`.
+
+## Load
+
+```python
+from pathlib import Path
+
+import torch
+
+from runtime.config import EngineConfig
+from runtime.engine import Engine
+from runtime.head_spec import load_head
+from runtime.models.heads import build_head
+from runtime.models.loader import load_target
+
+target = load_target(Path("TARGET"), dtype=torch.float32, device=torch.device("cpu"))
+spec, tensors = load_head(Path("HEAD"))
+engine = Engine(
+    target.model,
+    config=EngineConfig(num_draft_tokens=3),
+    eos_token_ids=target.eos_token_ids,
+    draft=build_head(spec, tensors, target.model),
+)
+```
+"""
+
+
+def _stored_verdict(record: StageRecord, run: RunDirectory) -> bool | None:
+    differences = record.differences()
+    if differences:
+        logger.info("climbing the ladder again: %s", "; ".join(differences))
+        return None
+    if record.state() != "finished" or not run.parity_file.is_file():
+        return None
+    outputs = record.outputs()
+    if sha256_file(run.parity_file) != outputs["parity_sha256"]:
+        logger.info("%s is not what the ladder wrote: climbing it again", run.parity_file)
+        return None
+    return bool(outputs["passed"])
