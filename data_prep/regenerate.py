@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 HiddenSink = Callable[[HiddenRows, TokenRow, Split], None]
 """Receives the hidden states of one kept row: one per token of the row but the last.
 
-It must be idempotent by the row's ``sample_id`` and durable when it returns: after a crash between
-the sink and the journal an answer is decoded, and handed over, again. It may see a row that later
-falls to the token budget.
+It must be idempotent by the row's ``sample_id``: after a crash between the sink and the journal an
+answer is decoded, and handed over, again. It need not be durable when it returns: an answer that is
+in the journal is never handed over again, so what a crash costs the sink has to be computed from
+the token set later (`mtp precompute`). It may see a row that later falls to the token budget.
 """
 
 

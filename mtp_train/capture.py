@@ -22,6 +22,7 @@ from mtp_train.features.workbench import Workbench
 from mtp_train.features.writer import (
     FeatureWriter,
     NonFiniteError,
+    allowed_nonfinite,
     finish_store,
     lock_store,
     recover_store,
@@ -74,7 +75,7 @@ def open_capture(
         yield sink
     share = config.features.max_nonfinite_share
     for split, writer in writers.items():
-        if writer.num_quarantined > share * num_added[split]:
+        if writer.num_quarantined > allowed_nonfinite(share, num_added[split]):
             raise NonFiniteError(
                 f"{features / split}: {writer.num_quarantined} of {num_added[split]} samples have "
                 f"non-finite hidden states (features.max_nonfinite_share={share})"

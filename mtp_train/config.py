@@ -116,7 +116,7 @@ class FeaturesConfig:
     p0_references: tuple[Literal["decode", "huggingface"], ...] = ("decode", "huggingface")
     p0_max_logprob_gap: float = 1e-4  # fp32, before the codec
     p0_max_kl: float = 0.01  # nats, after the codec
-    max_nonfinite_share: float = 0.001
+    max_nonfinite_share: float = 0.001  # of samples; one at least, none when 0
     min_free_disk_share: float = 0.05
 
 

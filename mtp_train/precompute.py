@@ -41,6 +41,7 @@ from mtp_train.features.workbench import Workbench, load_workbench
 from mtp_train.features.writer import (
     FeatureWriter,
     NonFiniteError,
+    allowed_nonfinite,
     finish_store,
     lock_store,
     recover_store,
@@ -308,7 +309,7 @@ def cut_into_groups(
 
 
 def _allowed_bad(config: Config, split: _Split) -> int:
-    return int(config.features.max_nonfinite_share * len(split.rows.lengths))
+    return allowed_nonfinite(config.features.max_nonfinite_share, len(split.rows.lengths))
 
 
 def main() -> None:

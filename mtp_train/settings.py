@@ -301,6 +301,14 @@ def _check_regeneration(config: Config) -> None:
         )
 
 
+def _check_features(config: Config) -> None:
+    if not config.features.p0_references:
+        raise ConfigError(
+            "features.p0_references=[]: name decode, huggingface or both; without a reference "
+            "nothing checks that the stored states are the target's"
+        )
+
+
 def _check_loss(config: Config) -> None:
     if config.loss.hidden_weight == 0 and config.loss.logit_weight == 0:
         raise ConfigError("loss.hidden_weight=0 with loss.logit_weight=0: nothing to train on")
@@ -358,6 +366,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_run_name,
     _check_data,
     _check_regeneration,
+    _check_features,
     _check_loss,
     _check_trainer,
     _check_validation,

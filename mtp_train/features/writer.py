@@ -110,6 +110,11 @@ def finish_store(path: Path) -> Manifest:
     return manifest
 
 
+def allowed_nonfinite(share: float, num_samples: int) -> int:
+    """Samples that may be quarantined: ``share`` of all, but at least one unless it is zero."""
+    return max(1, int(share * num_samples)) if share > 0 else 0
+
+
 class FeatureWriter:
     """Collects samples of one rank and writes them as shards of about ``shard_tokens`` tokens.
 

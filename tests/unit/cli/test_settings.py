@@ -87,6 +87,7 @@ def test_values_get_the_declared_types() -> None:
         ("data.chat_template", "/no/template.jinja", r"no such file$"),
         ("validate.rungs", ["P2", "P9"], r"P9 is unknown; allowed are P0 to P5$"),
         ("validate.rungs", [], r"name at least one"),
+        ("features.p0_references", [], r"^features\.p0_references=\[\]: name decode, huggingface"),
         ("trainer.warmup_share", 1.0, r"must be a share"),
         ("trainer.betas", [0.9, 1.0], r"each must be in \[0, 1\)$"),
     ],

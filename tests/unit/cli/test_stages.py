@@ -146,6 +146,7 @@ def test_a_stage_leaves_its_records_and_is_not_repeated(
 
 def test_a_capture_with_non_finite_states_is_refused(tmp_path: Path, target: Path) -> None:
     config = make_config(tmp_path, target)
+    config = replace(config, features=replace(config.features, max_nonfinite_share=0.0))
     group = SingleProcessGroup(torch.device("cpu"))
     run_data(make_config(tmp_path, target, regenerate={"enabled": True, "max_tokens": 6}))
     row = next(load_token_set(RunDirectory.from_config(config).data).rows("train"))

@@ -251,8 +251,8 @@ def test_a_nan_row_is_quarantined_below_the_stated_share_and_aborts_above(
 
     tamper(spoil)
     with pytest.raises(NonFiniteError, match=victim):
-        precompute.run(config, group=GROUP)
-    allowed = with_features(config, max_nonfinite_share=0.05)
+        precompute.run(with_features(config, max_nonfinite_share=0.0), group=GROUP)
+    allowed = with_features(config, max_nonfinite_share=1e-6)  # one at least
     report = precompute.run(allowed, group=GROUP)
     assert (report.splits[0].num_quarantined, report.splits[0].num_computed) == (1, 29)
     assert victim not in FeatureReader(store(config)).sample_ids

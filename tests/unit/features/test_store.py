@@ -267,6 +267,23 @@ def test_a_torn_part_line_loses_no_shard(tmp_path: Path) -> None:
     assert_holds(tmp_path, samples)
 
 
+def test_a_damaged_part_line_is_named_with_its_remedy(tmp_path: Path) -> None:
+    samples = make_samples(12)
+    recover_store(tmp_path, make_fingerprint())
+    with open_writer(tmp_path, rank=3) as writer:
+        for item in samples:
+            writer.add(item.sample_id, item.input_ids, item.loss_mask, item.hidden)
+    (part,) = tmp_path.glob("part-*.jsonl")
+    first, *others = part.read_text().splitlines()
+    for damaged in (first[:-20], '{"name": 1}', "[]"):
+        part.write_text("\n".join([damaged, *others]) + "\n")
+        with pytest.raises(FeatureStoreError, match=r"part-00003.*line 1.*delete this file"):
+            recover_store(tmp_path, make_fingerprint())
+    part.unlink()
+    recover_store(tmp_path, make_fingerprint())
+    assert_holds(tmp_path, samples)
+
+
 def test_a_reader_sees_the_parts_of_a_running_dump(tmp_path: Path) -> None:
     samples = make_samples(12)
     recover_store(tmp_path, make_fingerprint())
