@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -67,6 +68,18 @@ class Conversation:
             ]
             for message in self.messages
         ]
+        text = json.dumps([content, self.tools], ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def prompt_id(self) -> str:
+        """SHA-256 (first 32 hex characters) of tools and messages up to the first user turn.
+
+        Conversations that open with the same question share it, whatever was answered.
+        """
+        opening = list(takewhile(lambda message: message.role != "user", self.messages))
+        asked = [message for message in self.messages if message.role == "user"][:1]
+        content = [[message.role, message.content] for message in [*opening, *asked]]
         text = json.dumps([content, self.tools], ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

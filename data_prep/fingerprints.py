@@ -28,6 +28,7 @@ def fingerprint_inputs(
     settings["sources"] = {source: _source_hash(source) for source in config.sources}
     inputs = settings | {
         "seed": seed,
+        "split_by": "prompt",  # what decides a conversation's split
         "tokenizer": tokenizer_hash(chat.tokenizer),
         "chat_template": chat.template_hash,
     }

@@ -1,7 +1,8 @@
 """Cleans, merges, deduplicates, orders and splits conversations.
 
-Nothing depends on the order of reading: conversations are ordered and split by the hash of their
-content. Whatever is left out leaves as a :class:`Reject` with a reason.
+Nothing depends on the order of reading: conversations are ordered by the hash of their content and
+split by that of their first question. Whatever is left out leaves as a :class:`Reject` with a
+reason.
 """
 
 from __future__ import annotations
@@ -202,16 +203,27 @@ def _first_turns(messages: list[Message], max_turns: int) -> list[Message]:
 
 
 def token_group_hash(record: TokenizedRecord) -> str:
-    """Content hash that orders and splits token rows; rows of one group share it."""
+    """Content hash that orders token rows; rows of one group share it."""
     if record.group:
         return hashlib.sha256(f"group:{record.group}".encode()).hexdigest()[:32]
     text = ",".join(map(str, record.input_ids))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def assign_split(conversation_id: str, *, validation_share: float, seed: int) -> Split:
-    """The same conversation always falls into the same split, whatever else is in the data."""
-    digest = hashlib.sha256(f"split:{seed}:{conversation_id}".encode()).digest()
+def token_prompt_hash(record: TokenizedRecord) -> str:
+    """Content hash that splits token rows: of the group, else of what precedes the first answer."""
+    if record.group:
+        return token_group_hash(record)
+    first = record.loss_mask.index(True) if True in record.loss_mask else len(record.input_ids)
+    text = ",".join(map(str, record.input_ids[:first]))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def assign_split(prompt_id: str, *, validation_share: float, seed: int) -> Split:
+    """The same prompt always falls into the same split, whatever else is in the data and however
+    it was answered: a head must not be validated on a prompt it was trained on.
+    """
+    digest = hashlib.sha256(f"split:{seed}:{prompt_id}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
     return "validation" if share < validation_share else "train"
 

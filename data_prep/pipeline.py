@@ -21,7 +21,7 @@ from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Record, Reject
 from data_prep.fingerprints import check_same, fingerprint_inputs, tokenizer_hash
 from data_prep.journal import Journal
-from data_prep.normalise import Normalised, Split, assign_split, normalise, token_group_hash
+from data_prep.normalise import Normalised, Split, assign_split, normalise, token_prompt_hash
 from data_prep.progress import Progress
 from data_prep.regenerate import (
     AnswerEngine,
@@ -215,7 +215,7 @@ def _fill(
         if isinstance(row, Reject):
             rejects.append(row)
             continue
-        split = assign_split(token_group_hash(record), validation_share=share, seed=seed)
+        split = assign_split(token_prompt_hash(record), validation_share=share, seed=seed)
         if reason := output.offer(row, split):
             rejects.append(Reject(reason, record.source, record.record_id))
 
@@ -244,7 +244,7 @@ def _take(
 ) -> None:
     for conversation, result in zip(chunk, results, strict=True):
         rejects.extend(result.rejects)
-        split = assign_split(conversation.conversation_id, validation_share=share, seed=seed)
+        split = assign_split(conversation.prompt_id, validation_share=share, seed=seed)
         for row in result.rows:
             if reason := output.offer(row, split):
                 rejects.append(Reject(reason, conversation.source, conversation.record_id))

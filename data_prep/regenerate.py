@@ -251,7 +251,7 @@ def _hand_over(
         (row,) = join_answers(conversation.conversation_id, conversation.source, [answer])
         assert hidden.token_ids == row.input_ids[:-1], "one state per token but the last"
         share = context.config.validation_share
-        split = assign_split(row.conversation_id, validation_share=share, seed=context.seed)
+        split = assign_split(conversation.prompt_id, validation_share=share, seed=context.seed)
         context.hidden_sink(hidden, row, split)
 
 

@@ -47,16 +47,6 @@ class TokenRow:
         return hash_token_ids(self.input_ids)
 
 
-def prompt_ids(row: TokenRow | Mapping[str, Any]) -> tuple[int, ...]:
-    """Everything before the first token the assistant generated."""
-    if isinstance(row, TokenRow):
-        ids, mask = row.input_ids, row.loss_mask
-    else:
-        ids, mask = row["input_ids"], row["loss_mask"]
-    first = next((index for index, generated in enumerate(mask) if generated), len(ids))
-    return tuple(ids[:first])
-
-
 @dataclass(frozen=True)
 class TokenSet:
     """A finished token set. ``train`` and ``validation`` are memory-mapped Arrow datasets."""

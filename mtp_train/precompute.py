@@ -36,7 +36,7 @@ from mtp_train.features.target import (
     read_shape,
     target_directory,
 )
-from mtp_train.features.token_rows import TokenRow, TokenRows
+from mtp_train.features.token_rows import SampleTokens, TokenRows
 from mtp_train.features.workbench import Workbench, load_workbench
 from mtp_train.features.writer import (
     FeatureWriter,
@@ -231,7 +231,10 @@ def _dump(
 
 
 def _dump_group(
-    rows: Sequence[TokenRow], source: FeatureSource, writer: FeatureWriter, progress: DumpProgress
+    rows: Sequence[SampleTokens],
+    source: FeatureSource,
+    writer: FeatureWriter,
+    progress: DumpProgress,
 ) -> None:
     """One shard's worth: every sequence comes back once, with one row per token."""
     waiting = dict(enumerate(rows))

@@ -20,11 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = config.getoption("markexpr") or ""
     missing = [name for name in _REAL_PACKAGES if importlib.util.find_spec(name) is None]
     for item in items:
-        if item.get_closest_marker("interop") and "interop" not in chosen:
-            item.add_marker(pytest.mark.skip(reason="needs a serving engine: make interop"))
         if item.get_closest_marker("real") and missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])

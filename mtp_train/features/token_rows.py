@@ -15,7 +15,9 @@ _SCAN_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class TokenRow:
+class SampleTokens:
+    """What a dump needs of a :class:`data_prep.token_set.TokenRow`."""
+
     sample_id: str
     input_ids: list[int] = field(repr=False)
     loss_mask: list[bool] = field(repr=False)
@@ -53,11 +55,11 @@ class TokenRows:
     def longest(self) -> int:
         return max(self.lengths.values(), default=0)
 
-    def get(self, sample_ids: Sequence[str]) -> list[TokenRow]:
+    def get(self, sample_ids: Sequence[str]) -> list[SampleTokens]:
         """Rows in the order asked for. Raises ``ValueError`` when an id is not its tokens' hash."""
         raw = self._rows[[self._index[sample_id] for sample_id in sample_ids]]
         rows = [
-            TokenRow(*values)
+            SampleTokens(*values)
             for values in zip(raw["sample_id"], raw["input_ids"], raw["loss_mask"], strict=True)
         ]
         for row in rows:

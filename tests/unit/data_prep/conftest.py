@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fixtures.fetch_tokenizers import DEFAULT_FOLDER
-from tests.unit.data_prep.helpers import tiny_tokenizer
+from tests.unit.data_prep.helpers import npm_tokenizer, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -28,23 +26,14 @@ def smollm2() -> Any:
 
 @pytest.fixture(scope="session")
 def qwen3() -> Any:
-    return _npm_tokenizer("qwen3")
+    return npm_tokenizer("qwen3")
 
 
 @pytest.fixture(scope="session")
 def llama3_1() -> Any:
-    return _npm_tokenizer("llama3_1")
+    return npm_tokenizer("llama3_1")
 
 
 @pytest.fixture(scope="session")
 def deepseek_v3() -> Any:
-    return _npm_tokenizer("deepseek_v3")
-
-
-def _npm_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    folder: Path = DEFAULT_FOLDER / name
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is absent (python tests/fixtures/fetch_tokenizers.py)")
-    return AutoTokenizer.from_pretrained(folder)
+    return npm_tokenizer("deepseek_v3")

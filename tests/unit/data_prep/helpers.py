@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.conversation import Conversation, Message
+from data_prep.token_set import TokenRow
 from runtime.request import Generation, HiddenRows, Request
+from tests.fixtures.fetch_tokenizers import DEFAULT_FOLDER
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -125,3 +129,26 @@ def hidden_rows(generation: Generation) -> HiddenRows:
     ids = (generation.prompt_ids + generation.output_ids)[:-1]
     hidden_TD = torch.tensor([[token, i] for i, token in enumerate(ids)], dtype=torch.float32)
     return HiddenRows(generation.request_id, ids, hidden_TD)
+
+
+def prompt_ids(row: TokenRow | Mapping[str, Any]) -> tuple[int, ...]:
+    """Everything before the first token the assistant generated."""
+    if isinstance(row, TokenRow):
+        ids, mask = row.input_ids, row.loss_mask
+    else:
+        ids, mask = row["input_ids"], row["loss_mask"]
+    first = next((index for index, generated in enumerate(mask) if generated), len(ids))
+    return tuple(ids[:first])
+
+
+def npm_tokenizer(name: str) -> Any:
+    """A fetched tokenizer; without it skip, or fail where MTP_REQUIRE_TOKENIZERS is set."""
+    from transformers import AutoTokenizer
+
+    folder: Path = DEFAULT_FOLDER / name
+    if not folder.is_dir():
+        reason = f"{folder} is absent (python tests/fixtures/fetch_tokenizers.py)"
+        if os.environ.get("MTP_REQUIRE_TOKENIZERS"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return AutoTokenizer.from_pretrained(folder)

@@ -16,8 +16,8 @@ from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Message, ToolCall
 from data_prep.rows import ConversationRows, recorded_rows
 from data_prep.statistics import mask_spans
-from data_prep.token_set import TokenRow, prompt_ids
-from tests.unit.data_prep.helpers import talk, tiny_tokenizer
+from data_prep.token_set import TokenRow
+from tests.unit.data_prep.helpers import npm_tokenizer, prompt_ids, talk, tiny_tokenizer
 
 END = {
     "smollm2": "<|im_end|>",
@@ -428,3 +428,14 @@ def test_no_row_is_made_of_a_turn_that_cannot_be_rendered(tiny: Any) -> None:
     assert [reject.reason for reject in result.rejects] == ["template_error"]
     with pytest.raises(UnrenderableError):
         chat.turn_text(talk("q", "a", "r", "b"), 3)
+
+
+def test_a_missing_tokenizer_skips_and_fails_where_it_is_required(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MTP_REQUIRE_TOKENIZERS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="absent"):
+        npm_tokenizer("no-such-family")
+    monkeypatch.setenv("MTP_REQUIRE_TOKENIZERS", "1")
+    with pytest.raises(pytest.fail.Exception, match="absent"):
+        npm_tokenizer("no-such-family")

@@ -12,8 +12,8 @@ from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
 from data_prep.pipeline import DataReport, prepare
 from data_prep.statistics import mask_spans
-from data_prep.token_set import TokenRow, TokenSet, load_token_set, prompt_ids
-from tests.unit.data_prep.helpers import tiny_tokenizer, write_sharegpt
+from data_prep.token_set import TokenRow, TokenSet, load_token_set
+from tests.unit.data_prep.helpers import prompt_ids, tiny_tokenizer, write_sharegpt
 
 TALKS = {
     f"talk{i}_0": [f"question {i}", f"the answer {i} " + "is " * (i % 7), "and", f"more {i}"]
@@ -236,6 +236,34 @@ def test_long_answers_are_cut_only_when_asked(tmp_path: Path, tiny: Any) -> None
     assert sum(row.loss_mask) == 50
     assert tiny.eos_token_id not in row.input_ids[-50:]
     assert report.splits["train"].num_cut_off == 1
+
+
+def test_a_prompt_never_lies_in_both_splits_whatever_was_answered(
+    tmp_path: Path, tiny: Any
+) -> None:
+    talks = {
+        f"talk{i}-{j}_0": [f"question {i}", f"answer {j}", f"more {j}", "good"]
+        for i in range(12)
+        for j in range(6)
+    }
+    source = tmp_path / "talks.json"
+    write_sharegpt(source, talks)
+    rows = tmp_path / "rows.jsonl"
+    lines = [
+        {"input_ids": [3 + i] * 4 + [20 + j] * 10, "loss_mask": [0] * 4 + [1] * 10}
+        for i in range(12)
+        for j in range(6)
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in (source, rows):
+        config = DataConfig(sources=(str(name),), validation_share=0.5)
+        report, token_set = run(tmp_path, tiny, config, out=f"data-{name.stem}")
+        train, held_out = (
+            {prompt_ids(row) for row in token_set.rows(split)} for split in report.splits
+        )
+        assert train
+        assert held_out
+        assert not train & held_out
 
 
 def test_rows_with_the_same_tokens_are_kept_once(tmp_path: Path, tiny: Any) -> None:

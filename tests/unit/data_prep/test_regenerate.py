@@ -17,9 +17,15 @@ from data_prep.journal import Journal, JournalRecord
 from data_prep.normalise import Split
 from data_prep.pipeline import DataReport, prepare
 from data_prep.statistics import mask_spans
-from data_prep.token_set import TokenRow, load_token_set, prompt_ids
+from data_prep.token_set import TokenRow, load_token_set
 from runtime.request import HiddenRows, Request
-from tests.unit.data_prep.helpers import FakeEngine, plain_answer, tiny_tokenizer, write_sharegpt
+from tests.unit.data_prep.helpers import (
+    FakeEngine,
+    plain_answer,
+    prompt_ids,
+    tiny_tokenizer,
+    write_sharegpt,
+)
 from tests.unit.data_prep.test_chat import ROME, TOOL
 
 REPOSITORY = Path(__file__).resolve().parents[3]
