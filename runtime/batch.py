@@ -55,10 +55,16 @@ def build_batch(
     hidden_ND: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, in request order."""
-    positions = np.concatenate(
-        [np.arange(start, start + count) for start, count in zip(starts, q_lens, strict=True)]
-    )
-    slots = table.host_slots_RT[np.repeat(np.asarray(table_rows), q_lens), positions]
+    starts_B, rows_B = np.asarray(starts), np.asarray(table_rows)
+    if min(q_lens) == max(q_lens):  # decoding and verification
+        positions_BS = starts_B[:, None] + np.arange(q_lens[0])
+        slots = table.host_slots_RT[rows_B[:, None], positions_BS].ravel()
+        positions = positions_BS.ravel()
+    else:
+        # Row i of the batch: its request's start, plus how far it is into that request's rows.
+        offsets_B = np.cumsum(q_lens) - q_lens
+        positions = np.repeat(starts_B - offsets_B, q_lens) + np.arange(sum(q_lens))
+        slots = table.host_slots_RT[np.repeat(rows_B, q_lens), positions]
     return ForwardBatch(
         mode=mode,
         input_ids_N=input_ids_N,

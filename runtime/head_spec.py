@@ -1,9 +1,8 @@
 """The weights contract of a draft head: read by the trainer's twin and by the inference head alike.
 
 ``HeadSpec`` is versioned, strict JSON and the only thing that writes a native ``config.json``. The
-native
-directory is ``config.json`` + ``model.safetensors`` (embedding and lm_head are the target's, never
-stored).
+native directory is ``config.json`` + ``model.safetensors`` (embedding and lm_head are the target's,
+never stored).
 
 Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` and the embedding of token
 ``t_{i+1}``, sits at rotary position ``i``, stores K/V at slot ``i``, predicts ``t_{i+2}`` and
@@ -34,9 +33,7 @@ WEIGHTS_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """RoPE parameters. ``llama3`` uses the last four fields (Llama 3.1 report; transformers'
-    naming).
-    """
+    """RoPE parameters, named as in transformers; ``llama3`` uses the last four fields."""
 
     theta: float
     kind: Literal["default", "llama3"] = "default"
@@ -59,9 +56,7 @@ class NormPlacement:
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """A reduced draft vocabulary: the ids are tensor ``draft_vocab_ids`` (int64 ``[size]``,
-    ascending).
-    """
+    """A reduced draft vocabulary; its ids are tensor ``draft_vocab_ids``, int64, ascending."""
 
     size: int
     coverage: float  # share of answer tokens of the training set whose id is in the list

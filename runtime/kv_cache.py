@@ -85,6 +85,7 @@ class SlotTable:
         self.allocator = PageAllocator(num_pages)
         self.slots_RT = torch.zeros(num_rows, max_len + page_size, dtype=torch.int64)
         self.host_slots_RT = self.slots_RT.numpy()  # the same memory
+        self._page_offsets = np.arange(page_size)
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._held_rows: set[int] = set()
@@ -111,16 +112,15 @@ class SlotTable:
 
         Raises :class:`OutOfPagesError` (and changes nothing) when too few pages are free.
         """
-        missing = self.pages_missing(row, length)
-        if not missing:
-            return
         held = self._pages[row]
+        if length <= len(held) * self.page_size:  # nearly every step: nothing to do
+            return
+        missing = self.pages_missing(row, length)
         pages = self.allocator.allocate(missing, after=held[-1] if held else None)
         start = len(held) * self.page_size
-        offsets = torch.arange(self.page_size)
-        slots = (torch.tensor(pages)[:, None] * self.page_size + offsets).flatten()
-        stop = min(start + slots.numel(), self.slots_RT.shape[1])
-        self.slots_RT[row, start:stop] = slots[: stop - start]
+        slots = (np.asarray(pages)[:, None] * self.page_size + self._page_offsets).ravel()
+        stop = min(start + slots.size, self.host_slots_RT.shape[1])
+        self.host_slots_RT[row, start:stop] = slots[: stop - start]
         for page in pages:
             if self._runs[row] == len(held) and (not held or page == held[-1] + 1):
                 self._runs[row] += 1
