@@ -98,17 +98,26 @@ class RunDirectory:
         """Write ``config.yaml``: the resolved configuration of the latest command."""
         write_text_atomic(self.config_file, yaml_text)
 
-    def record_versions(self, stage: str, fingerprints: Mapping[str, str] | None = None) -> None:
+    def record_versions(self, stage: str) -> None:
         """Write this stage's entry of ``versions.json`` and keep those of the other stages."""
-        recorded = read_json(self.versions_file) if self.versions_file.is_file() else {}
+        recorded = self._read_versions()
         recorded[stage] = {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "packages": installed_packages(),
             "git": git_revision(Path(__file__).parent),
             "machine": describe_machine(),
-            "fingerprints": dict(fingerprints or {}),
+            "fingerprints": {},  # of what the stage used and made: known when it has finished
         }
         write_json_atomic(self.versions_file, recorded)
+
+    def record_fingerprints(self, stage: str, fingerprints: Mapping[str, str]) -> None:
+        """Add what the finished stage used and made to its entry of ``versions.json``."""
+        recorded = self._read_versions()
+        recorded[stage]["fingerprints"] = dict(fingerprints)
+        write_json_atomic(self.versions_file, recorded)
+
+    def _read_versions(self) -> dict[str, Any]:
+        return read_json(self.versions_file) if self.versions_file.is_file() else {}
 
 
 class StageRecord:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtp_train.app import dump_config
 from mtp_train.config import Config
+from mtp_train.fingerprints import run_fingerprints
 from mtp_train.run_dir import RunDirectory
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def open_stage(
         with run.event_log(stage, is_leader=group.is_leader) as events:
             events.write("stage_started", world_size=group.world_size, seed=config.seed)
             yield StageScope(run=run, group=group, console=console, events=events)
+            if group.is_leader:
+                run.record_fingerprints(stage, run_fingerprints(config))
             wall_s = time.monotonic() - started
             events.write("stage_finished", wall_s=wall_s)
             console.print(f"{stage}: done in {format_duration(wall_s)} ({run.root})")

@@ -147,7 +147,8 @@ def test_equal_fingerprints_have_no_differences() -> None:
 
 def test_versions_keep_the_entries_of_other_stages(tmp_path: Path) -> None:
     run = _run_directory(tmp_path)
-    run.record_versions("data", {"target": "abc"})
+    run.record_versions("data")
+    run.record_fingerprints("data", {"target": "abc"})
     run.record_versions("train")
     versions = json.loads(run.versions_file.read_text())
     assert versions["data"]["fingerprints"] == {"target": "abc"}

@@ -18,6 +18,7 @@ from mtp_train.capture import open_capture
 from mtp_train.config import Config
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.events import read_events
+from mtp_train.features.manifest import load_manifest
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.sources import RuntimeSource, load_hugging_face
 from mtp_train.features.workbench import load_workbench
@@ -25,6 +26,7 @@ from mtp_train.features.writer import NonFiniteError
 from mtp_train.run_dir import RunDirectory
 from mtp_train.settings import load_config
 from mtp_train.stages import run_data, run_precompute
+from runtime.models.loader import fingerprint_target
 from runtime.request import HiddenRows
 from tests.unit.runtime.model_fixtures import save_llama
 
@@ -113,6 +115,18 @@ def test_captured_features_are_those_of_the_model_and_leave_precompute_nothing_t
             torch.testing.assert_close(sample.hidden, states_TD, rtol=1e-4, atol=1e-4)
 
     assert run_precompute(config) == 0
+    versions = json.loads(run.versions_file.read_text())
+    recorded = versions["precompute"]["fingerprints"]
+    inputs = token_set.fingerprint["inputs"]
+    assert recorded == {
+        "target": fingerprint_target(target, cache_dir=tmp_path / "cache"),
+        "tokenizer": inputs["tokenizer"],
+        "chat_template": inputs["chat_template"],
+        "token_set": token_set.fingerprint["fingerprint"],
+        "features_train": load_manifest(run.features / "train").fingerprint.digest(),
+        "features_validation": load_manifest(run.features / "validation").fingerprint.digest(),
+    }
+    assert versions["data"]["fingerprints"]["token_set"] == recorded["token_set"]
     finished = list(read_events(run.events_file, stage="precompute", event="split_finished"))
     assert [event["num_computed"] for event in finished] == [0, 0]
 

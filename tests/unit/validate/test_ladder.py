@@ -143,6 +143,10 @@ def test_a_ladder_is_not_climbed_twice_for_the_same_head_and_settings(
         name: hashlib.sha256((tmp_path / "head" / name).read_bytes()).hexdigest()
         for name in ("config.json", "model.safetensors")
     }
+    versions = read_json(tmp_path / "runs" / "ladder" / "versions.json")
+    recorded = versions["validate"]["fingerprints"]
+    assert recorded["target"] == climbed[0].target
+    assert recorded["head_model.safetensors"] == parity["head_sha256"]["model.safetensors"]
     assert run_validate(config) == 1
     assert len(climbed) == 1
     assert "nothing to do" in capsys.readouterr().out
