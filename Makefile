@@ -11,7 +11,7 @@ STAMP := .venv/.setup-done
 help:
 	@echo "make demo     train and measure a head for a small real model (15 minutes, two cores)"
 	@echo "make test     all tests that need no GPU"
-	@echo "make lint     ruff: rules and format"
+	@echo "make lint     ruff: rules and format; spelling"
 	@echo "make types    mypy"
 	@echo "make format   rewrite the files as 'make lint' wants them"
 	@echo "make bench    benchmarks; BENCH=name for one"
@@ -45,6 +45,7 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files -z | xargs -0 $(BIN)/codespell
 
 format: setup
 	$(BIN)/ruff format .

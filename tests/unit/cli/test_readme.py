@@ -1,0 +1,61 @@
+"""The README's commands exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtp_train.cli import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def code_of(text: str) -> str:
+    """Fenced blocks without what programs print, and code spans."""
+    fences = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    lines = [line for fence in fences for line in fence.splitlines()]
+    return "\n".join(line for line in [*lines, *spans] if not line.startswith("mtp:"))
+
+
+def unknown_commands(text: str) -> list[str]:
+    """``mtp`` commands, modules and ``make`` targets in code that do not exist."""
+    code = code_of(text)
+    names = {command.name for command in COMMANDS}
+    targets = set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.M))
+    used = re.findall(r"\bmtp ([a-z]+)|\bmtp_train\.([a-z_]+)(?=[ `\n])", code)
+    wrong = [f"mtp {name}" for pair in used for name in pair if name and name not in names]
+    made = re.findall(r"\bmake ([a-z]+)", code)
+    return wrong + [f"make {name}" for name in made if name not in targets]
+
+
+def test_every_command_of_the_readme_exists() -> None:
+    assert "mtp validate" in code_of(README)
+    assert "make demo" in code_of(README)
+    assert unknown_commands(README) == []
+    for command in COMMANDS:
+        assert f"| `mtp {command.name}` |" in README
+
+
+@pytest.mark.parametrize(
+    "text", ["```\nmtp evaluate run.name=a\n```", "`make interop`", "```bash\nmake tset\n```"]
+)
+def test_an_unknown_command_would_be_found(text: str) -> None:
+    assert len(unknown_commands(text)) == 1
+
+
+def test_paths_of_the_readme_exist() -> None:
+    tree = next(
+        block
+        for block in re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S)
+        if "conf/" in block
+    )
+    folder = ROOT
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else ROOT / name
+        assert ((folder if line.startswith(" ") else ROOT) / name).exists(), name
