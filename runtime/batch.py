@@ -57,19 +57,20 @@ def build_batch(
     """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, in request order."""
     starts_B, rows_B = np.asarray(starts), np.asarray(table_rows)
     if min(q_lens) == max(q_lens):  # decoding and verification
-        positions_BS = starts_B[:, None] + np.arange(q_lens[0])
-        slots = table.host_slots_RT[rows_B[:, None], positions_BS].ravel()
-        positions = positions_BS.ravel()
+        positions_N = (starts_B[:, None] + np.arange(q_lens[0])).ravel()
+        rows_N = np.repeat(rows_B, q_lens[0])
     else:
         # Row i of the batch: its request's start, plus how far it is into that request's rows.
-        offsets_B = np.cumsum(q_lens) - q_lens
-        positions = np.repeat(starts_B - offsets_B, q_lens) + np.arange(sum(q_lens))
-        slots = table.host_slots_RT[np.repeat(rows_B, q_lens), positions]
+        counts_B = np.asarray(q_lens)
+        offsets_B = np.cumsum(counts_B) - counts_B
+        positions_N = np.repeat(starts_B - offsets_B, counts_B) + np.arange(sum(q_lens))
+        rows_N = np.repeat(rows_B, counts_B)
+    slots_N = table.host_slots_RT[rows_N, positions_N]
     return ForwardBatch(
         mode=mode,
         input_ids_N=input_ids_N,
-        positions_N=upload(torch.from_numpy(positions), device),
-        write_slots_N=upload(torch.from_numpy(slots), device),
+        positions_N=upload(torch.from_numpy(positions_N), device),
+        write_slots_N=upload(torch.from_numpy(slots_N), device),
         q_lens=tuple(q_lens),
         kv_lens=tuple(start + count for start, count in zip(starts, q_lens, strict=True)),
         table_rows=tuple(table_rows),
