@@ -245,37 +245,100 @@ KILL_JOB = {
 }
 
 
+CHECKPOINT_POINTS = (
+    "checkpoint: start",
+    "checkpoint: engine written",
+    "checkpoint: synced",
+    "checkpoint: published",
+    "checkpoint: pruning",
+)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The run that nobody kills, at one and two ranks."""
+    root = tmp_path_factory.mktemp("kills")
+    outcomes = {}
+    for world in (1, 2):
+        job = Job(str(root), f"whole{world}", **KILL_JOB)
+        (outcomes[world],) = run_jobs([job], world_size=world, scratch=root / "scratch")
+        assert "error" not in outcomes[world], outcomes[world].get("trace")
+    return root, outcomes
+
+
+def resume_and_compare(root, name, whole, *, world_size=1):
+    """Run to the end, and find what the uninterrupted run left."""
+    job = Job(str(root), name, **KILL_JOB)
+    (outcome,) = run_jobs([job], world_size=world_size, scratch=root / "scratch")
+    assert "error" not in outcome, outcome.get("trace")
+    reference = f"whole{world_size}"
+    ours, theirs = steps_of(root, name), steps_of(root, reference)
+    assert ours.keys() == theirs.keys()
+    for step, record in ours.items():
+        for figure in (*FIGURES, "updates", "skipped"):
+            assert record[figure] == theirs[step][figure], (name, step, figure)
+    assert outcome["report"]["best"] == whole["report"]["best"]
+    assert hash_head(root / name) == hash_head(root / reference)
+    for tensor_name, tensor in outcome["tensors"].items():
+        assert torch.equal(tensor, whole["tensors"][tensor_name]), (name, tensor_name)
+    best = root / name / "checkpoints" / "best"
+    assert best.resolve().name == f"step-{whole['report']['best']['step']:06d}"
+    leftovers = [p.name for p in best.parent.iterdir() if p.name.startswith(".")]
+    assert not leftovers
+
+
+def kill(root, name, *, world_size=1, **where):
+    """Whether the run died at the place it was told to."""
+    job = Job(str(root), name, **where, **KILL_JOB)
+    return run_jobs([job], world_size=world_size, scratch=root / "scratch") is None
+
+
 @pytest.mark.slow
-def test_killed_anywhere_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    (whole,) = run_jobs([Job(str(tmp_path), "whole", **KILL_JOB)], world_size=1, scratch=tmp_path)
-    assert "error" not in whole, whole.get("trace")
+def test_killed_anywhere_a_resumed_run_equals_an_uninterrupted_one(whole_run):
+    root, outcomes = whole_run
     draw = random.Random(5)
-    firsts = draw.sample(range(1, whole["seen"] + 1), 6)
+    firsts = draw.sample(range(1, len(outcomes[1]["points"]) + 1), 4)
     num_kills = 0
     for number, first in enumerate(firsts):
-        name = f"killed{number}"
-        trail = (first, draw.randint(1, 6))  # the second kill hits the resumed run
-        for point in trail:
-            job = Job(str(tmp_path), name, kill_at=point, **KILL_JOB)
-            num_kills += run_jobs([job], world_size=1, scratch=tmp_path) is None
-        (outcome,) = run_jobs(
-            [Job(str(tmp_path), name, **KILL_JOB)], world_size=1, scratch=tmp_path
-        )
-        assert "error" not in outcome, outcome.get("trace")
-        ours, theirs = steps_of(tmp_path, name), steps_of(tmp_path, "whole")
-        assert ours.keys() == theirs.keys()
-        for step, record in ours.items():
-            for figure in (*FIGURES, "updates", "skipped"):
-                assert record[figure] == theirs[step][figure], (trail, step, figure)
-        assert outcome["report"]["best"] == whole["report"]["best"]
-        assert hash_head(tmp_path / name) == hash_head(tmp_path / "whole")
-        for tensor_name, tensor in outcome["tensors"].items():
-            assert torch.equal(tensor, whole["tensors"][tensor_name]), (trail, tensor_name)
-        best = tmp_path / name / "checkpoints" / "best"
-        assert best.resolve().name == f"step-{whole['report']['best']['step']:06d}"
-        leftovers = [p.name for p in best.parent.iterdir() if p.name.startswith(".")]
-        assert not leftovers
-    assert num_kills >= 10
+        name = f"anywhere{number}"
+        for point in (first, draw.randint(1, 6)):  # the second kill hits the resumed run
+            num_kills += kill(root, name, kill_at=point)
+        resume_and_compare(root, name, outcomes[1])
+    assert num_kills >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", CHECKPOINT_POINTS)
+def test_killed_in_any_phase_of_a_checkpoint_a_run_resumes_exactly(whole_run, point):
+    root, outcomes = whole_run
+    checkpoint_points = {p for p in outcomes[1]["points"] if p.startswith("checkpoint")}
+    assert checkpoint_points == set(CHECKPOINT_POINTS), "a phase that no test kills in"
+    name = point.replace(": ", "-").replace(" ", "-")
+    # the first checkpoint has nothing to fall back on, the second one has
+    assert kill(root, name, kill_point=point, kill_at=1)
+    if point in ("checkpoint: engine written", "checkpoint: published"):
+        assert kill(root, name, kill_point=point, kill_at=2)
+    resume_and_compare(root, name, outcomes[1])
+
+
+@pytest.mark.slow
+def test_killed_by_the_clock_a_run_resumes_exactly(whole_run):
+    root, outcomes = whole_run
+    draw = random.Random(11)
+    num_kills = 0
+    for number in range(3):
+        delay_s = draw.uniform(0.05, 0.8) * outcomes[1]["span_s"]
+        num_kills += kill(root, f"clock{number}", kill_after_s=delay_s)
+        resume_and_compare(root, f"clock{number}", outcomes[1])
+    assert num_kills >= 1  # a run may be faster than the one that was timed
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_one_was_killed_resume_exactly(whole_run):
+    root, outcomes = whole_run
+    where = {"kill_point": "checkpoint: engine written", "kill_at": 2, "kill_rank": 1}
+    assert kill(root, "two-ranks", world_size=2, **where)
+    resume_and_compare(root, "two-ranks", outcomes[2], world_size=2)
 
 
 def hash_head(run):

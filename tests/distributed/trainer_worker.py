@@ -6,8 +6,11 @@ import dataclasses
 import gc
 import hashlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +44,8 @@ class TinyValidation:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; ``kill_at`` is the ordinal of an observed event to die at (from 1)."""
+    """One training run. Where it dies: at the ``kill_at``-th observed event (from 1; of those
+    called ``kill_point``, if that is set), or ``kill_after_s`` seconds after the first event."""
 
     root: str
     name: str = "run"
@@ -53,6 +57,9 @@ class Job:
     nan_samples: tuple[int, ...] = ()
     taus: tuple[float, ...] = ()  # of consecutive validations; empty = no validator
     kill_at: int = 0
+    kill_point: str = ""
+    kill_after_s: float = 0.0
+    kill_rank: int = 0
     num_samples: int = 13
 
 
@@ -120,12 +127,21 @@ def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
         kept_ids=torch.arange(job.kept) if job.kept else None,
         fingerprint={},
     )
-    seen = 0
+    points: list[str] = []
+    times: list[float] = []
 
-    def observe(_: str) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == job.kill_at:
+    def observe(point: str) -> None:
+        points.append(point)
+        times.append(time.perf_counter())
+        if group.rank != job.kill_rank:
+            return
+        if job.kill_after_s and len(points) == 1:
+            die = threading.Timer(job.kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
+            die.daemon = True
+            die.start()
+        is_counted = job.kill_point in ("", point)
+        count = len(points) if not job.kill_point else points.count(job.kill_point)
+        if is_counted and count == job.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     taus = dict(enumerate(job.taus))
@@ -154,7 +170,8 @@ def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
         "communication": str(engine.communication_data_type),
         "accumulation": str(engine.get_data_types()[1]),
         "validated": validated,
-        "seen": seen,
+        "points": points,
+        "span_s": times[-1] - times[0] if times else 0.0,
     }
 
 
@@ -217,7 +234,7 @@ def run_stage(config: Config, *, scratch: Path) -> list[Any]:
 
 
 def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[str, Any]] | None:
-    """Run jobs one after the other on fresh ranks; None when a rank was killed."""
+    """Run jobs one after the other on fresh ranks; None when a rank was killed by its job."""
     context = _context()
     scratch.mkdir(parents=True, exist_ok=True)
     store, results = scratch / "store", scratch / "results.pt"
@@ -229,10 +246,14 @@ def run_jobs(jobs: list[Job], *, world_size: int, scratch: Path) -> list[dict[st
     ]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join(DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+        multiprocessing.connection.wait([r.sentinel for r in ranks if r.is_alive()], timeout=1)
+        if any(rank.exitcode == -signal.SIGKILL for rank in ranks):
+            for rank in ranks:  # the others wait for the dead one
+                rank.kill()
+                rank.join()
+            return None
     codes = [rank.exitcode for rank in ranks]
-    if codes == [-signal.SIGKILL]:
-        return None
     assert codes == [0] * world_size, f"exit codes {codes}"
     return torch.load(results, weights_only=False)
