@@ -72,9 +72,8 @@ class ChatFormat:
 
     @cached_property
     def template_hash(self) -> str:
-        """SHA-256 of the template (or of all of the tokenizer's) and of its arguments."""
-        content = [self._template or self.tokenizer.chat_template, self._kwargs]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        """:func:`hash_template` of this format."""
+        return hash_template(self.tokenizer, template=self._template or "", kwargs=self._kwargs)
 
     @cached_property
     def call_syntax(self) -> CallSyntax | None:
@@ -244,19 +243,34 @@ class ChatFormat:
         return frozenset(token for token in ends if token is not None)
 
 
+def hash_template(tokenizer: Any, *, template: str, kwargs: Mapping[str, Any]) -> str:
+    """SHA-256 of ``template`` (or of all of the tokenizer's, where it is empty) and its arguments.
+
+    A tokenizer without a template has a hash as well.
+    """
+    content = [template or tokenizer.chat_template, dict(kwargs)]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def load_chat_format(
     tokenizer: Any, *, template_path: str, kwargs: Sequence[tuple[str, str]]
 ) -> ChatFormat:
     """The format of ``tokenizer`` under ``data.chat_template`` and its ``_kwargs``."""
+    template, arguments = read_template(template_path, kwargs)
+    return ChatFormat(tokenizer, template=template, kwargs=arguments)
+
+
+def read_template(
+    template_path: str, kwargs: Sequence[tuple[str, str]]
+) -> tuple[str, dict[str, Any]]:
+    """Text of ``data.chat_template`` (empty: the tokenizer's own) and values of its ``_kwargs``."""
     template = ""
     if template_path:
         path = Path(template_path).expanduser()
         if not path.is_file():
             raise ValueError(f"data.chat_template={template_path!r}: no such file")
         template = path.read_text(encoding="utf-8")
-    return ChatFormat(
-        tokenizer, template=template, kwargs={key: _parse_value(value) for key, value in kwargs}
-    )
+    return template, {key: _parse_value(value) for key, value in kwargs}
 
 
 def _parse_value(text: str) -> Any:

@@ -133,8 +133,7 @@ def _prepare_data(config: Config, scope: StageScope) -> None:
     from data_prep.pipeline import prepare
     from data_prep.statistics import preview, statistics_tables
     from data_prep.token_set import load_token_set
-    from mtp_train.features.target import target_directory
-    from mtp_train.targets import load_tokenizer
+    from mtp_train.features.target import load_tokenizer, target_directory
     from runtime.seeds import derive_seed
 
     directory = target_directory(config.target)

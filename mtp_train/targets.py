@@ -1,9 +1,6 @@
-"""The configured target, opened: the loaded model and the tokenizer."""
+"""The configured target, opened: the loaded model."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,18 +17,3 @@ def open_target(config: TargetConfig, *, device: torch.device) -> Target:
         device=device,
         cache_dir=cache_directory(config),
     )
-
-
-def load_tokenizer(config: TargetConfig, directory: Path) -> Any:
-    """The tokenizer that lies in the target's directory, without asking any hub.
-
-    Raises ``ValueError`` when there is none, or it wants to run code and may not.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"target.path={config.path}: no usable tokenizer ({error})") from error

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from data_prep.chat import hash_template, read_template
+from data_prep.fingerprints import tokenizer_hash
 from mtp_train.config import Config, TargetConfig
 from mtp_train.features.manifest import Fingerprint
 from runtime.cpu import best_dtype
 from runtime.models.loader import default_cache_dir, fingerprint_target, resolve_target
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-_TEMPLATE_FILE = "chat_template.jinja"
-_TOKENIZER_CONFIG = "tokenizer_config.json"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -56,14 +55,17 @@ def read_shape(directory: Path) -> TargetShape:
 
 
 def fingerprint_features(config: Config, directory: Path, *, device: torch.device) -> Fingerprint:
-    """What the states dumped under ``config`` depend on. Hashes the weights, loads nothing.
+    """What the states dumped under ``config`` depend on. Hashes the weights without loading them;
+    tokenizer and template count as in the token set (`data_prep`).
 
     Raises ``ValueError`` when the directory lacks a weights, configuration or tokenizer file.
     """
+    tokenizer = load_tokenizer(config.target, directory)
+    template, arguments = read_template(config.data.chat_template, config.data.chat_template_kwargs)
     return Fingerprint(
         target_weights=fingerprint_target(directory, cache_dir=cache_directory(config.target)),
-        tokenizer=_hash_tokenizer(directory),
-        chat_template=_hash_chat_template(directory, config.data.chat_template),
+        tokenizer=tokenizer_hash(tokenizer),
+        chat_template=hash_template(tokenizer, template=template, kwargs=arguments),
         hidden_size=read_shape(directory).hidden_size,
         codec=config.features.codec,
         settings=(
@@ -74,25 +76,16 @@ def fingerprint_features(config: Config, directory: Path, *, device: torch.devic
     )
 
 
-def _hash_tokenizer(directory: Path) -> str:
-    files = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    if not files:
-        raise ValueError(f"target={directory}: none of {', '.join(_TOKENIZER_FILES)} is there")
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
+def load_tokenizer(config: TargetConfig, directory: Path) -> Any:
+    """The tokenizer that lies in the target's directory, without asking any hub.
 
+    Raises ``ValueError`` when there is none, or it wants to run code and may not.
+    """
+    from transformers import AutoTokenizer
 
-def _hash_chat_template(directory: Path, override: str) -> str:
-    """sha256 of the template that rendered the tokens; empty text when there is none."""
-    text = ""
-    if override:
-        text = Path(override).read_text()
-    elif (directory / _TEMPLATE_FILE).is_file():
-        text = (directory / _TEMPLATE_FILE).read_text()
-    elif (directory / _TOKENIZER_CONFIG).is_file():
-        raw = json.loads((directory / _TOKENIZER_CONFIG).read_text())
-        template = raw.get("chat_template", "")
-        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target.path={config.path}: no usable tokenizer ({error})") from error

@@ -18,9 +18,8 @@ from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.target import cache_directory, target_dtype
+from mtp_train.features.target import cache_directory, load_tokenizer, target_dtype
 from mtp_train.run_dir import RunDirectory
-from mtp_train.targets import load_tokenizer
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
 from mtp_train.validate.measure import Measured, measure_acceptance
 from mtp_train.validate.output import write_report

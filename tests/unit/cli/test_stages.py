@@ -126,6 +126,11 @@ def test_captured_features_are_those_of_the_model_and_leave_precompute_nothing_t
         "features_train": load_manifest(run.features / "train").fingerprint.digest(),
         "features_validation": load_manifest(run.features / "validation").fingerprint.digest(),
     }
+    stored = load_manifest(run.features / "train").fingerprint
+    assert (stored.tokenizer, stored.chat_template) == (
+        inputs["tokenizer"],
+        inputs["chat_template"],
+    )
     assert versions["data"]["fingerprints"]["token_set"] == recorded["token_set"]
     finished = list(read_events(run.events_file, stage="precompute", event="split_finished"))
     assert [event["num_computed"] for event in finished] == [0, 0]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from data_prep.config import DataConfig
 from data_prep.ids import hash_token_ids
@@ -19,9 +21,15 @@ from tests.unit.runtime.model_fixtures import SMALL, save_llama
 def save_target(path: Path, **overrides: Any) -> Path:
     """A random Llama with the least tokenizer that a fingerprint needs."""
     save_llama(path, **overrides)
-    (path / "tokenizer.json").write_text('{"model": {}}')
-    (path / "chat_template.jinja").write_text("{{ messages }}")
+    save_tokenizer(path)
     return path
+
+
+def save_tokenizer(path: Path, *, template: str = "{{ messages }}", extra: str = "x") -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, extra: 1}, unk_token="<unk>"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = template
+    fast.save_pretrained(path)
 
 
 def save_token_set(path: Path, *, train: int = 30, validation: int = 4, seed: int = 0) -> None:

@@ -23,7 +23,13 @@ from mtp_train.features.reader import FeatureReader
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
 from mtp_train.features.writer import NonFiniteError
 from runtime.request import HiddenRows
-from tests.unit.features.targets import make_config, save_target, save_token_set, with_features
+from tests.unit.features.targets import (
+    make_config,
+    save_target,
+    save_token_set,
+    save_tokenizer,
+    with_features,
+)
 
 GROUP = SingleProcessGroup(torch.device("cpu"))
 
@@ -149,8 +155,7 @@ def test_another_tokenizer_or_template_is_a_foreign_store(config: Config, tmp_pa
     path = save_target(tmp_path / "own")
     config = make_config(tmp_path / "runs", path, Path(config.data.path))
     precompute.run(config, group=GROUP)
-    (path / "chat_template.jinja").write_text("other")
-    (path / "tokenizer.json").write_text("{}")
+    save_tokenizer(path, template="other", extra="y")
     with pytest.raises(FeatureStoreError, match=r"tokenizer: .*chat_template: "):
         precompute.run(config, group=GROUP)
 
