@@ -90,8 +90,12 @@ def test_a_killed_dump_resumes_to_the_same_store(
     root, results = outcomes
     *earlier, last = results[name]
     for plan, result in zip(CASES[name], earlier, strict=False):
-        expected = -9 if plan["die_at"] else 0
-        assert set(result["codes"]) == {expected}, "the run was meant to be killed"
+        if not plan["die_at"]:
+            assert set(result["codes"]) == {0}
+            continue
+        assert result["codes"][plan["die_at"][0]] == -9, "the run was meant to be killed"
+        # The others are killed too, unless they notice first that a peer is gone.
+        assert 0 not in result["codes"]
     assert set(last["codes"]) == {0}
     assert_same_store(store_of(root, name), store_of(root, "plain"))
 
