@@ -36,7 +36,7 @@ from tests.bench.harness import BenchResult, matrix_seconds_per_row
 from tests.bench.plain_loop import PlainTrainer
 
 TOKENS_PER_STEP = 2048
-NUM_SAMPLES = 64
+NUM_SAMPLES = 40
 EPOCHS = 3
 HOT = 12_000
 
