@@ -8,7 +8,6 @@ EOS, stop strings and lengths, and frees what is finished. Host lengths are exac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -25,20 +24,16 @@ from runtime.request import (
     SamplingParams,
     SpecStep,
     TokenEvent,
+    check_request,
 )
 from runtime.scheduler import Scheduler
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
 from runtime.spec.mtp import MtpSchedule
+from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
 
 HiddenSink = Callable[[HiddenRows], None]
 _SCORE_ROWS = 256  # rows whose full logits exist at once
-
-
-class Detokenizer(Protocol):
-    """What stop strings and ``Generation.text`` need of a tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class Engine:
@@ -141,7 +136,17 @@ class Engine:
         """Queue all requests or, when one of them is refused, none."""
         names: set[str] = set()
         for request in requests:
-            self._check(request, encode_only=encode_only)
+            check_request(
+                request,
+                config=self.config,
+                vocab_size=self.target.vocab_size,
+                has_tokenizer=self.tokenizer is not None,
+                encode_only=encode_only,
+            )
+            if request.request_id in self._states:
+                raise ValueError(
+                    f"request_id={request.request_id!r}: a request with this id is living"
+                )
             if request.request_id in names:
                 raise ValueError(f"request_id={request.request_id!r}: given twice in one call")
             names.add(request.request_id)
@@ -195,18 +200,15 @@ class Engine:
 
         Closing the iterator aborts what is left.
         """
-        states = self._add_all(requests)
-        living = {state.request.request_id for state in states}
+        states = {state.request.request_id: state for state in self._add_all(requests)}
         try:
-            while living:
+            while any(state.phase is not Phase.FINISHED for state in states.values()):
                 for event in self.step():
-                    if event.request_id in living:
+                    if event.request_id in states:
                         yield event
-                    if event.finish_reason is not None:
-                        living.discard(event.request_id)
         finally:
-            for request_id in living:
-                self.abort(request_id)
+            for state in states.values():
+                self._finish(state, "abort")
 
     def forward_hidden(
         self, sequences: Sequence[Sequence[int]], *, max_batch_tokens: int = 0
@@ -325,7 +327,10 @@ class Engine:
         for count, token in enumerate(new_ids, start=1):
             state.tokens.append(token)
             is_eos = token in self.eos_token_ids and not sampling.ignore_eos
-            if is_eos or token in sampling.stop_token_ids or self._hits_stop_string(state):
+            is_stop = token in sampling.stop_token_ids or hits_stop_string(
+                self.tokenizer, state.output_ids, sampling.stop
+            )
+            if is_eos or is_stop:
                 state.finish_reason = "stop"
             elif (
                 len(state.tokens) - state.num_prompt >= sampling.max_tokens
@@ -335,17 +340,6 @@ class Engine:
             if state.finish_reason is not None:
                 return count
         return len(new_ids)
-
-    def _hits_stop_string(self, state: RequestState) -> bool:
-        stops = state.request.sampling.stop
-        if not stops:
-            return False
-        assert self.tokenizer is not None
-        # A stop string of n bytes is completed by at most n tokens (each adds a byte or more of
-        # text); 8 more give the decoder context for characters split over tokens.
-        window = max(len(stop.encode()) for stop in stops) + 8
-        text = self.tokenizer.decode(state.output_ids[-window:], skip_special_tokens=False)
-        return any(stop in text for stop in stops)
 
     def _capture(self, state: RequestState, pending: PendingStep, start: int, count: int) -> None:
         if state.captures_hidden:
@@ -396,48 +390,14 @@ class Engine:
 
     def _generation(self, state: RequestState) -> Generation:
         assert state.finish_reason is not None
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(state.output_ids, skip_special_tokens=True)
-            cuts = [text.find(stop) for stop in state.request.sampling.stop if stop in text]
-            text = text[: min(cuts)] if cuts else text
         return Generation(
             request_id=state.request.request_id,
             prompt_ids=state.request.prompt_ids,
             output_ids=tuple(state.output_ids),
             finish_reason=state.finish_reason,
             steps=tuple(state.steps),
-            text=text,
+            text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
         )
-
-    def _check(self, request: Request, *, encode_only: bool) -> None:
-        name, ids, limit = request.request_id, request.prompt_ids, self.config.max_model_len
-        if name in self._states:
-            raise ValueError(f"request_id={name!r}: a request with this id is living")
-        if not ids:
-            raise ValueError(f"request {name!r}: prompt_ids is empty; at least one token is needed")
-        longest = limit if encode_only else limit - 1
-        if len(ids) > longest:
-            raise ValueError(
-                f"request {name!r}: prompt of {len(ids)} tokens; at most {longest} fit "
-                f"(runtime.max_model_len={limit})"
-            )
-        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
-            raise ValueError(
-                f"request {name!r}: token id {min(ids) if min(ids) < 0 else max(ids)} is outside "
-                f"the vocabulary 0..{self.target.vocab_size - 1}"
-            )
-        if request.sampling.stop and self.tokenizer is None:
-            raise ValueError(f"request {name!r}: stop strings need an engine with a tokenizer")
-        if (
-            request.sampling.temperature > 0
-            and self.config.num_draft_tokens
-            and self.config.verify == "greedy"
-        ):
-            raise ValueError(
-                f"request {name!r}: temperature={request.sampling.temperature} under "
-                "runtime.verify=greedy; use keyed or rejection"
-            )
 
 
 def _hidden_rows(state: RequestState, length: int) -> HiddenRows:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from runtime.config import EngineConfig
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -153,3 +155,36 @@ class RequestState:
         self.phase, self.row, self.committed = Phase.WAITING, -1, 0
         self.hidden.clear()
         self.draft_hidden.clear()
+
+
+def check_request(
+    request: Request,
+    *,
+    config: EngineConfig,
+    vocab_size: int,
+    has_tokenizer: bool,
+    encode_only: bool,
+) -> None:
+    """Raise ``ValueError`` saying what an engine of ``config`` cannot do with ``request``."""
+    name, ids, limit = request.request_id, request.prompt_ids, config.max_model_len
+    if not ids:
+        raise ValueError(f"request {name!r}: prompt_ids is empty; at least one token is needed")
+    longest = limit if encode_only else limit - 1
+    if len(ids) > longest:
+        raise ValueError(
+            f"request {name!r}: prompt of {len(ids)} tokens; at most {longest} fit "
+            f"(runtime.max_model_len={limit})"
+        )
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ValueError(
+            f"request {name!r}: token id {min(ids) if min(ids) < 0 else max(ids)} is outside "
+            f"the vocabulary 0..{vocab_size - 1}"
+        )
+    sampling = request.sampling
+    if sampling.stop and not has_tokenizer:
+        raise ValueError(f"request {name!r}: stop strings need an engine with a tokenizer")
+    if sampling.temperature > 0 and config.num_draft_tokens and config.verify == "greedy":
+        raise ValueError(
+            f"request {name!r}: temperature={sampling.temperature} under runtime.verify=greedy; "
+            "use keyed or rejection"
+        )

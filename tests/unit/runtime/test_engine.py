@@ -258,6 +258,16 @@ def test_closing_a_stream_aborts_what_is_left(target: Target) -> None:
     assert engine.table.allocator.num_free == engine.config.num_pages
 
 
+def test_a_stream_ends_when_its_requests_are_aborted_from_outside(target: Target) -> None:
+    engine = make_engine(target)
+    stream = engine.stream(make_requests(2, ignore_eos=True))
+    next(stream)
+    for name in ("r0", "r1"):
+        engine.abort(name)
+    assert all(event.finish_reason is None for event in stream)
+    assert engine.table.allocator.num_free == engine.config.num_pages
+
+
 def test_stream_yields_the_tokens_of_generate(target: Target) -> None:
     requests = make_requests(3)
     want = {g.request_id: g.output_ids for g in make_engine(target).generate(requests)}
