@@ -22,7 +22,7 @@ class EngineConfig:
     num_pages: int = 1024
     max_running: int = 16  # requests decoded together
     max_model_len: int = 2048  # prompt + answer, per request
-    max_batch_tokens: int = 512  # rows of one forward; longer prompts are cut into chunks
+    max_batch_tokens: int = 1024  # rows of one forward; longer prompts are cut into chunks
     num_draft_tokens: int = 0  # K; 0 = plain decoding even when a head is loaded
     verify: VerifyMode = "keyed"
     draft_mode: DraftMode = "argmax"

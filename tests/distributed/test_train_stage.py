@@ -50,7 +50,8 @@ def save_tokens(path):
             )
         Dataset.from_list(rows).save_to_disk(str(path / split))
     content = {"train": "t" * 64, "validation": "v" * 64}
-    fingerprint = {"version": 1, "inputs": {}, "content": content}
+    inputs = {"tokenizer": "tokenizer", "chat_template": "template"}
+    fingerprint = {"version": 1, "inputs": inputs, "fingerprint": "tokens", "content": content}
     (path / "fingerprint.json").write_text(json.dumps(fingerprint))
 
 
