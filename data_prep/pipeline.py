@@ -156,8 +156,7 @@ def prepare(
 
     counts = reject_counts(rejects)
     if not output.writers["train"].num_rows:
-        hint = "" if options.enabled else " (prompts without answers need data.regenerate.enabled)"
-        raise ValueError(f"data: no training row is left{hint}; not used, by reason: {counts}")
+        raise ValueError(_nothing_left(config, counts))
     notes = _notes(records, chat, output)
     report = DataReport(
         path=out_dir,
@@ -248,6 +247,17 @@ def _take(
         for row in result.rows:
             if reason := output.offer(row, split):
                 rejects.append(Reject(reason, conversation.source, conversation.record_id))
+
+
+def _nothing_left(config: DataConfig, counts: Mapping[str, int]) -> str:
+    message = f"data.sources={list(config.sources)}: no training row is left"
+    if not counts:
+        return f"{message}; the sources hold no record at all"
+    reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+    message = f"{message}; not used, by reason: {reasons} (docs/data.md explains each)"
+    if not config.regenerate.enabled:
+        message += "; prompts without answers need data.regenerate.enabled=true"
+    return message
 
 
 def _notes(records: Normalised, chat: ChatFormat, output: _Output) -> tuple[str, ...]:

@@ -39,11 +39,19 @@ def run_command(command: str, stage: Stage) -> NoReturn:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    sys.argv[1:] = _sweep_flag_first(sys.argv[1:])
     swept = _swept_keys(sys.argv[1:])
     codes: list[int] = []
 
     def job(raw: DictConfig) -> None:
-        config = _validated(raw, swept)
+        try:
+            config = _validated(raw, swept)
+        except ConfigError as error:
+            if not swept:
+                refuse(str(error))
+            _tell(str(error))
+            codes.append(2)
+            return
         codes.append(_run_stage(config, stage, in_sweep=bool(swept)))
 
     app = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=f"mtp_{command}")
@@ -60,9 +68,19 @@ def run_command(command: str, stage: Stage) -> NoReturn:
 
 def refuse(message: str, *, code: int = 2) -> NoReturn:
     """Print one message (on the first rank only) and exit."""
+    _tell(message)
+    sys.exit(code)
+
+
+def _tell(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"mtp: {message}\n")
-    sys.exit(code)
+
+
+def _sweep_flag_first(arguments: list[str]) -> list[str]:
+    """``-m`` in front: Hydra's parser takes no option after the first override."""
+    flags = [a for a in arguments if a in ("-m", "--multirun")]
+    return flags + [a for a in arguments if a not in flags]
 
 
 def dump_config(config: Config) -> str:
@@ -80,10 +98,7 @@ def _validated(raw: DictConfig, swept: frozenset[str]) -> Config:
     from omegaconf import OmegaConf
 
     values: Any = OmegaConf.to_container(raw, resolve=True)
-    try:
-        config = load_config(values)
-    except ConfigError as error:
-        refuse(str(error))
+    config = load_config(values)
     if swept and "run.name" not in swept:
         config = replace(config, run=replace(config.run, name=_sweep_name(config, raw, swept)))
     return config

@@ -89,8 +89,20 @@ def run_precompute(config: Config) -> int:
     from mtp_train.precompute import run
 
     with open_stage(config, "precompute") as scope:
+        _require_validation_rows(config, scope.run)
         run(config, group=scope.group, console=scope.console)
     return 0
+
+
+def _require_validation_rows(config: Config, run: RunDirectory) -> None:
+    """Refuse before the dump what training would refuse after it."""
+    from data_prep.token_set import load_token_set
+    from mtp_train.validate.in_training import NO_VALIDATION_ROWS
+
+    if not config.trainer.validate_every:
+        return
+    if not any(any(row.loss_mask) for row in load_token_set(run.data).rows("validation")):
+        raise ValueError(NO_VALIDATION_ROWS)
 
 
 def run_train(config: Config) -> int:

@@ -83,9 +83,18 @@ def load_tokenizer(config: TargetConfig, directory: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    for names in (("config.json",), ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        if not any((directory / name).is_file() for name in names):
+            raise ValueError(
+                f"target.path={config.path}: {directory} has no {' or '.join(names)}; expected a "
+                "Hugging Face model directory with its tokenizer"
+            )
     try:
         return AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"target.path={config.path}: no usable tokenizer ({error})") from error
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"target.path={config.path}: no usable tokenizer ({first_line})"
+        ) from error

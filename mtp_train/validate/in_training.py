@@ -34,6 +34,12 @@ from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
+NO_VALIDATION_ROWS = (
+    "the validation split has no row with a prompt and an answer: prepare the data again with a "
+    "larger data.validation_share (in a run of another name, or after removing this run's data/), "
+    "or train without validation (trainer.validate_every=0)"
+)
+
 
 @dataclass(frozen=True)
 class ValidationRow:
@@ -88,9 +94,7 @@ class RuntimeValidator:
         all_rows = list(rows)
         prompts = choose_prompts(all_rows, config.validate.num_prompts)
         if not prompts:
-            raise ValueError(
-                "validation split: no row has a prompt and an answer; raise data.validation_share"
-            )
+            raise ValueError(NO_VALIDATION_ROWS)
         self._num_prompts = len(prompts)
         requests = make_requests(
             prompts,

@@ -220,6 +220,20 @@ def compose(command: str, arguments: list[str]) -> Config:
     return load_config({str(key): value for key, value in values.items()})
 
 
+def test_the_sweep_flag_may_stand_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["target.path=m", "run.name=a,b", "-m"]
+    assert _start(monkeypatch, tmp_path, arguments) == (["a", "b"], 0)
+
+
+def test_a_wrong_value_costs_a_sweep_one_member(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names, code = _sweep(tmp_path, monkeypatch, "run.name=x", "trainer.learning_rate=abc,0.001")
+    assert len(names) == 1
+    assert code == 2
+    assert "trainer.learning_rate" in capsys.readouterr().err
+
+
 def _sweep(
     cwd: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> tuple[list[str], int | str | None]:

@@ -215,3 +215,22 @@ def test_ranks_wait_long_only_where_the_leader_works_alone(
         run(config)
     assert (waits[0] > 24 * 3600) == is_long
     assert waits[0] >= 1800
+
+
+def test_an_empty_validation_split_is_refused_before_the_dump(tmp_path: Path, target: Path) -> None:
+    answers = {"enabled": True, "max_tokens": 6}
+    config = make_config(tmp_path, target, validation_share=0.0, regenerate=answers)
+    assert run_data(config) == 0
+    with pytest.raises(ValueError, match=r"larger data\.validation_share.*validate_every=0"):
+        run_precompute(config)
+    assert not RunDirectory.from_config(config).features.exists()
+    without = replace(config, trainer=replace(config.trainer, validate_every=0))
+    assert run_precompute(without) == 0
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path, target: Path) -> None:
+    config = make_config(tmp_path, target)
+    (tmp_path / "empty").mkdir()
+    wrong = replace(config, target=replace(config.target, path=str(tmp_path / "empty")))
+    with pytest.raises(ValueError, match=r"has no config\.json|config\.json is missing"):
+        run_data(wrong)

@@ -280,7 +280,7 @@ def test_rows_with_the_same_tokens_are_kept_once(tmp_path: Path, tiny: Any) -> N
 def test_prompts_alone_need_regeneration(tmp_path: Path, tiny: Any) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a question\nanother\n")
-    with pytest.raises(ValueError, match=r"regenerate.*'no_answer': 2"):
+    with pytest.raises(ValueError, match=r"no_answer 2 .*data.regenerate.enabled=true"):
         run(tmp_path, tiny, DataConfig(sources=(str(path),)))
 
 
