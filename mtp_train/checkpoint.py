@@ -21,6 +21,7 @@ from mtp_train.distributed import ProcessGroup
 from mtp_train.metrics import Best
 from mtp_train.run_dir import describe_differences
 from mtp_train.zero import HeadEngine
+from runtime.files import sync_path
 
 STATE_NAME = "state.json"
 BEST_NAME = "best"
@@ -150,10 +151,10 @@ def point_best(directory: Path, step: int) -> None:
 def _publish(staged: Path, final: Path, state: TrainerState, observe: Observer) -> None:
     (staged / STATE_NAME).write_text(json.dumps(dataclasses.asdict(state), indent=2) + "\n")
     for path in [*staged.rglob("*"), staged]:
-        _fsync(path)
+        sync_path(path)
     observe("checkpoint: synced")
     os.rename(staged, final)
-    _fsync(final.parent)
+    sync_path(final.parent)
     observe("checkpoint: published")
 
 
@@ -168,11 +169,3 @@ def _prune(directory: Path, *, keep_last: int, best: Best | None, observe: Obser
         os.rename(path, doomed)  # never a half-removed directory under a checkpoint's name
         observe("checkpoint: pruning")
         shutil.rmtree(doomed)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

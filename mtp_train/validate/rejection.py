@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_train.config import HeadConfig
+from mtp_train.heads.init import make_head_spec
 from runtime.attention.sdpa import SdpaBackend
 from runtime.config import DraftMode, EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.head_spec import RopeSpec
 from runtime.models.base import DraftModel, Model
 from runtime.models.config import ModelConfig
 from runtime.models.heads import build_head
@@ -106,7 +108,6 @@ def exact_joint(model: Model) -> torch.Tensor:
 
 def tiny_pair(*, seed: int = 0) -> tuple[LlamaModel, DraftModel]:
     """A random two-layer target of eleven tokens in fp32, and a random head for it."""
-    rope = RopeSpec(theta=10000.0)
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=32,
@@ -117,7 +118,7 @@ def tiny_pair(*, seed: int = 0) -> tuple[LlamaModel, DraftModel]:
         head_dim=8,
         vocab_size=11,
         max_position_embeddings=64,
-        rope=rope,
+        rope=RopeSpec(theta=10000.0),
         norm_eps=1e-5,
         tie_word_embeddings=False,
     )
@@ -137,18 +138,6 @@ def tiny_pair(*, seed: int = 0) -> tuple[LlamaModel, DraftModel]:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    spec = HeadSpec(
-        kind="mtp",
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rope=rope,
-        norm_eps=config.norm_eps,
-        target_fingerprint="",
-    )
+    spec = make_head_spec(HeadConfig(), config, fingerprint="")
     tensors = {name: draw(shape) for name, shape in spec.tensor_shapes().items()}
     return model, build_head(spec, tensors, model)

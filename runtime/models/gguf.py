@@ -7,7 +7,6 @@ name is another target.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from runtime.files import sha256_file
+
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
 _FORMAT = "v1"  # raise when the conversion changes, so that old directories are not used
 
 
@@ -62,7 +62,7 @@ def convert_gguf(file: Path, *, cache_dir: Path) -> Path:
 
     The weights are rounded to bfloat16 on the way. Raises ``ValueError`` for an unreadable file.
     """
-    directory = cache_dir / "targets" / f"{file.stem}-{_hash_content(file)}-{_FORMAT}"
+    directory = cache_dir / "targets" / f"{file.stem}-{sha256_file(file)[:12]}-{_FORMAT}"
     if (directory / "config.json").is_file():
         return directory
     logger.info("De-quantising %s into %s (once)", file, directory)
@@ -96,11 +96,3 @@ def _write_directory(file: Path, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))
-
-
-def _hash_content(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()[:12]

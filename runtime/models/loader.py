@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from runtime.attention.base import AttentionBackend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
 from runtime.cpu_kernels import MAX_GROUP, load_kernels
+from runtime.files import sha256_file, write_atomic
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS_NAME = "model.safetensors"
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,12 @@ def fingerprint_target(path: Path, *, cache_dir: Path) -> str:
         stat = file.stat()
         key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
         if key not in memory:
-            memory[key] = _hash_file(file)
+            memory[key] = sha256_file(file)
             is_changed = True
         total.update(f"{file.name}\0{memory[key]}\n".encode())
     if is_changed:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        staged = memory_file.with_name(f".{memory_file.name}.{os.getpid()}")
-        staged.write_text(json.dumps(memory, indent=1, sort_keys=True))
-        os.replace(staged, memory_file)
+        write_atomic(memory_file, json.dumps(memory, indent=1, sort_keys=True))
     return total.hexdigest()
 
 
@@ -208,11 +205,3 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise ValueError(f"{index}: no readable weight_map ({error!r})") from error
     assert isinstance(weight_map, dict), "weight_map is not an object"
     return weight_map
-
-
-def _hash_file(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

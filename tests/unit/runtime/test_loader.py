@@ -169,7 +169,7 @@ def test_fingerprint_is_of_content_and_leaves_the_model_directory_alone(model_di
 
 def test_fingerprint_reads_an_unchanged_file_once(model_dir, tmp_path, monkeypatch):
     first = fingerprint_target(model_dir, cache_dir=tmp_path)
-    monkeypatch.setattr("runtime.models.loader._hash_file", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("runtime.models.loader.sha256_file", lambda _: pytest.fail("hashed again"))
     assert fingerprint_target(model_dir, cache_dir=tmp_path) == first
 
 
