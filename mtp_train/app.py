@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mtp_train.config import Config
 from mtp_train.errors import StageRefusedError
 from mtp_train.settings import ConfigError, known_keys, load_config, unknown_key_message
+from mtp_train.shorthands import expand_shorthands
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -39,7 +40,7 @@ def run_command(command: str, stage: Stage) -> NoReturn:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    sys.argv[1:] = _sweep_flag_first(sys.argv[1:])
+    sys.argv[1:] = _sweep_flag_first(expand_shorthands(command, sys.argv[1:]))
     swept = _swept_keys(sys.argv[1:])
     codes: list[int] = []
 

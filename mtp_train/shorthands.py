@@ -1,0 +1,35 @@
+"""Short spellings of settings that are typed often: ``mtp export format=mimo``.
+
+A shorthand is nothing but its long form: errors, ``config.yaml`` and sweeps know the long form only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+EVERYWHERE: Mapping[str, str] = MappingProxyType({"recipe": "experiment"})
+BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "data": {"regenerate": "data.regenerate"},
+        "export": {"format": "export.format"},
+        "data_check_render": {"url": "check_render.url"},
+    }
+)
+
+
+def expand_shorthands(command: str, arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the shorthands of ``command`` spelled out.
+
+    Only the key of an override is looked at (its first part where it is dotted), never a value.
+    """
+    known = {**EVERYWHERE, **BY_COMMAND.get(command, {})}
+    return [_expand(argument, known) for argument in arguments]
+
+
+def _expand(argument: str, known: Mapping[str, str]) -> str:
+    key, equals, value = argument.partition("=")
+    first, dot, rest = key.partition(".")
+    if not equals or first not in known:
+        return argument
+    return f"{known[first]}{dot}{rest}={value}"
