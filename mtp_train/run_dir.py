@@ -83,6 +83,10 @@ class RunDirectory:
         return self.root / "parity.json"
 
     @property
+    def samples_file(self) -> Path:
+        return self.root / "samples.json"
+
+    @property
     def validate_file(self) -> Path:
         return self.root / "validate.json"
 

@@ -9,14 +9,14 @@ below one is a figure, not a failure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mtp_train.validate.bootstrap import prompt_interval
 from mtp_train.validate.measure import make_requests
-from mtp_train.validate.report import RungResult, SpeedResult
+from mtp_train.validate.report import DecodeSpeed, RungResult, SpeedResult
 from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, median
 from mtp_train.validate.subject import Subject
 from runtime.request import Request
@@ -84,7 +84,7 @@ def check(
             subject, prompts, cell, draft_lengths=draft_lengths, max_tokens=max_tokens
         )
         plain = [timing for group in measured.runs[0] for timing in group]
-        figures[f"{cell.name}_plain"] = _describe(plain)
+        figures[f"{cell.name}_plain"] = asdict(_describe(plain))
         figures[f"{cell.name}_cost"] = {
             "c": measured.cost.c,
             "v": measured.cost.v,
@@ -187,15 +187,6 @@ def _compare(measured: CellRuns, k: int, prompt_set: str) -> tuple[SpeedResult, 
     timings = [timing for group in measured.runs[k] for timing in group]
     emitted = sum(t.num_tokens for t in timings) / sum(t.num_steps for t in timings)
     emitted /= cell.batch_size
-    predicted = measured.cost.speedup(emitted, k)
-    entry = {
-        **_describe(timings),
-        "speedup": speedup,
-        "interval": [interval.low, interval.high],
-        "emitted_per_step": emitted,
-        "predicted_speedup": predicted,
-        "model_error": predicted / speedup - 1,
-    }
     context = f"/context{cell.context_len}" if cell.context_len else ""
     row = SpeedResult(
         prompt_set=prompt_set + context,
@@ -204,19 +195,34 @@ def _compare(measured: CellRuns, k: int, prompt_set: str) -> tuple[SpeedResult, 
         speedup=speedup,
         low=interval.low,
         high=interval.high,
+        emitted_per_step=emitted,
+        predicted=measured.cost.speedup(emitted, k),
+        c=measured.cost.c,
+        v=measured.cost.v,
+        draft=_describe(timings),
+        plain=_describe([timing for group in measured.runs[0] for timing in group]),
         level=LEVEL,
+        context_len=cell.context_len,
     )
+    entry = {
+        **asdict(row.draft),
+        "speedup": speedup,
+        "interval": [interval.low, interval.high],
+        "emitted_per_step": emitted,
+        "predicted_speedup": row.predicted,
+        "model_error": row.model_error,
+    }
     return row, entry
 
 
-def _describe(timings: Sequence[Timing]) -> dict[str, float]:
+def _describe(timings: Sequence[Timing]) -> DecodeSpeed:
     gaps = np.concatenate([np.asarray(t.gaps_s) for t in timings])
-    return {
-        "tokens_per_s": sum(t.num_tokens for t in timings) / sum(t.decode_s for t in timings),
-        "inter_token_p50_ms": 1e3 * float(np.quantile(gaps, 0.5)),
-        "inter_token_p99_ms": 1e3 * float(np.quantile(gaps, 0.99)),
-        "first_token_ms": 1e3 * median([t.first_token_s for t in timings]),
-    }
+    return DecodeSpeed(
+        tokens_per_s=sum(t.num_tokens for t in timings) / sum(t.decode_s for t in timings),
+        inter_token_p50_ms=1e3 * float(np.quantile(gaps, 0.5)),
+        inter_token_p99_ms=1e3 * float(np.quantile(gaps, 0.99)),
+        first_token_ms=1e3 * median([t.first_token_s for t in timings]),
+    )
 
 
 def _bytes_per_token(subject: Subject, *, draft: bool) -> int:

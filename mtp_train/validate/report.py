@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from runtime.metrics import Acceptance
+
+Dimension = Literal["task", "context", "token_kind"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,68 @@ class AcceptanceResult:
 
 
 @dataclass(frozen=True)
+class BreakdownRow:
+    """A part of one measurement's drafts: those of one task, context length or kind of token.
+
+    A draft belongs to one label of each dimension, so the labels of a dimension add up to
+    ``AcceptanceResult.counts`` of the same prompt set, K and temperature exactly. ``interval``
+    bounds tau (bootstrap over the ``num_prompts`` prompts with such drafts); ``None`` for one.
+    """
+
+    dimension: Dimension
+    label: str
+    prompt_set: str
+    k: int
+    temperature: float
+    num_drafts: int
+    accepted: tuple[int, ...]  # drafts whose first j tokens were all accepted, before trimming
+    interval: tuple[float, float] | None
+    num_prompts: int
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(count / self.num_drafts for count in self.accepted)
+
+    @property
+    def tau(self) -> float:
+        return 1 + sum(self.accepted) / self.num_drafts
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dimension": self.dimension,
+            "label": self.label,
+            "prompt_set": self.prompt_set,
+            "k": self.k,
+            "temperature": self.temperature,
+            "drafts": self.num_drafts,
+            "accepted": list(self.accepted),
+            "rates": list(self.rates),
+            "tau": self.tau,
+            "tau_interval": None if self.interval is None else list(self.interval),
+            "prompts": self.num_prompts,
+        }
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """How one batch decodes. ``inter_token``: between two arrivals at one request (with a draft an
+    arrival may bring several tokens); ``first_token``: until every request of the batch has one.
+    """
+
+    tokens_per_s: float  # of the whole batch, after the first token of each request
+    inter_token_p50_ms: float
+    inter_token_p99_ms: float
+    first_token_ms: float
+
+
+@dataclass(frozen=True)
 class SpeedResult:
-    """Tokens/s with the draft over tokens/s without, and its interval at ``level``."""
+    """Tokens/s with the draft over tokens/s without, and its interval at ``level``.
+
+    ``predicted`` is the cost model's speed-up, ``emitted_per_step / (1 + K c + v)``, with ``c``
+    (one more drafted token) and ``v`` (verifying and extending) measured beforehand, in plain
+    steps.
+    """
 
     prompt_set: str
     batch_size: int
@@ -54,7 +116,38 @@ class SpeedResult:
     speedup: float
     low: float
     high: float
+    emitted_per_step: float
+    predicted: float
+    c: float
+    v: float
+    draft: DecodeSpeed
+    plain: DecodeSpeed
     level: float = 0.95
+    context_len: int = 0  # 0: the prompts as they are; else tokens of every prompt
+
+    @property
+    def model_error(self) -> float:
+        """Relative: above 0 the model promised too much."""
+        return self.predicted / self.speedup - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_set": self.prompt_set,
+            "batch_size": self.batch_size,
+            "context_len": self.context_len,
+            "k": self.k,
+            "speedup": self.speedup,
+            "low": self.low,
+            "high": self.high,
+            "level": self.level,
+            "emitted_per_step": self.emitted_per_step,
+            "predicted": self.predicted,
+            "model_error": self.model_error,
+            "c": self.c,
+            "v": self.v,
+            **asdict(self.draft),
+            "plain": asdict(self.plain),
+        }
 
 
 @dataclass(frozen=True)
@@ -67,6 +160,7 @@ class LadderReport:
     rungs: tuple[RungResult, ...]
     acceptance: tuple[AcceptanceResult, ...] = ()
     speed: tuple[SpeedResult, ...] = ()
+    breakdown: tuple[BreakdownRow, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -103,16 +197,6 @@ class LadderReport:
                 }
                 for row in self.acceptance
             ],
-            "speed": [
-                {
-                    "prompt_set": row.prompt_set,
-                    "batch_size": row.batch_size,
-                    "k": row.k,
-                    "speedup": row.speedup,
-                    "low": row.low,
-                    "high": row.high,
-                    "level": row.level,
-                }
-                for row in self.speed
-            ],
+            "speed": [row.to_dict() for row in self.speed],
+            "breakdown": [row.to_dict() for row in self.breakdown],
         }

@@ -16,6 +16,7 @@ from mtp_train.run_dir import RunDirectory, write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.validate.report import (
     AcceptanceResult,
+    DecodeSpeed,
     LadderReport,
     RungResult,
     SpeedResult,
@@ -26,6 +27,20 @@ from runtime.metrics import Acceptance
 def _config(root: Path) -> Config:
     raw = {"run": {"name": "demo", "root": str(root)}, "target": {"path": "m"}}
     return load_config(raw)
+
+
+def _speed(**options: Any) -> SpeedResult:
+    speed = DecodeSpeed(100.0, 10.0, 12.0, 30.0)
+    return SpeedResult(
+        "mtbench",
+        emitted_per_step=1.5,
+        predicted=1.2,
+        c=0.1,
+        v=0.1,
+        draft=speed,
+        plain=speed,
+        **options,
+    )
 
 
 def _report(*, passed: bool = True) -> LadderReport:
@@ -46,9 +61,9 @@ def _report(*, passed: bool = True) -> LadderReport:
             AcceptanceResult("mtbench", 0.0, "argmax", replace(one, accepted=(5,))),
         ),
         speed=(
-            SpeedResult("mtbench", batch_size=8, k=1, speedup=9.0, low=8.0, high=10.0),
-            SpeedResult("mtbench", batch_size=1, k=1, speedup=1.2, low=1.1, high=1.3),
-            SpeedResult("mtbench", batch_size=1, k=3, speedup=1.1, low=1.0, high=1.2),
+            _speed(batch_size=8, k=1, speedup=9.0, low=8.0, high=10.0),
+            _speed(batch_size=1, k=1, speedup=1.2, low=1.1, high=1.3),
+            _speed(batch_size=1, k=3, speedup=1.1, low=1.0, high=1.2),
         ),
     )
 

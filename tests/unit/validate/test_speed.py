@@ -81,6 +81,15 @@ def test_speedup_pools_medians_over_prompts_and_is_compared_with_the_model() -> 
     assert entry["emitted_per_step"] == pytest.approx(2.0)
     assert entry["predicted_speedup"] == pytest.approx(2.0 / 1.6)
     assert entry["model_error"] == pytest.approx((2.0 / 1.6) / (6.0 / 3.6) - 1)
+    content = row.to_dict()
+    assert content["predicted"] == entry["predicted_speedup"]
+    assert content["model_error"] == entry["model_error"]
+    assert (content["c"], content["v"]) == (0.25, 0.1)
+    names = ("tokens_per_s", "inter_token_p50_ms", "inter_token_p99_ms", "first_token_ms")
+    assert [content[name] for name in names] == [entry[name] for name in names]
+    assert set(content["plain"]) == set(names)
+    assert content["plain"]["tokens_per_s"] == pytest.approx(12 * 60 / 60.0)
+    assert content["tokens_per_s"] == pytest.approx(12 * 60 / 36.0)
 
 
 def test_a_cell_has_the_shape_it_says() -> None:
@@ -115,6 +124,7 @@ def test_p5_measures_every_cell(tmp_path: Path) -> None:
         ("random/context24", 2, 1),
         ("random/context24", 2, 2),
     ]
+    assert [row.context_len for row in speeds] == [0, 0, 24, 24]
     assert {"batch1_plain", "batch1_k2", "model_error_k1"} <= set(result.figures)
     assert result.passed == all(
         abs(result.figures[name]) <= bound for name, bound in result.bounds.items()
