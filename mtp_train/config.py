@@ -136,6 +136,16 @@ class ValidateConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    """``report.html``. ``samples=False`` keeps every prompt, answer and training row out of it, and
+    out of the run directory.
+    """
+
+    samples: bool = True
+    max_samples: int = 8  # generated texts shown
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -150,3 +160,4 @@ class Config:
     features: FeaturesConfig = FeaturesConfig()
     runtime: EngineConfig = EngineConfig()
     validate: ValidateConfig = ValidateConfig()
+    report: ReportConfig = ReportConfig()

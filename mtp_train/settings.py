@@ -57,6 +57,7 @@ _RULES: tuple[Rule, ...] = (
             "loss.sub_vocab_size",
             "loss.tail_sample_size",
             "loss.vocab_chunk",
+            "report.max_samples",
             "trainer.max_steps",
             "trainer.validate_every",
             "trainer.weight_decay",

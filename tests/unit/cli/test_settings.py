@@ -195,6 +195,7 @@ def test_config_files_state_the_dataclass_defaults_key_by_key() -> None:
         "features": "bf16",
         "runtime": "cpu",
         "validate": "default",
+        "report": "default",
     }
     chosen_by_the_user = {"target.path", "data.sources"}
     raw = {
