@@ -1,6 +1,6 @@
 """Short spellings of settings that are typed often: ``mtp export format=mimo``.
 
-A shorthand is nothing but its long form: errors, ``config.yaml`` and sweeps know the long form only.
+A shorthand is nothing but its long form: errors, ``config.yaml`` and sweeps know that one only.
 """
 
 from __future__ import annotations

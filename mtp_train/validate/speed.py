@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -102,10 +102,17 @@ class SpeedBench:
         is_right: bool,
         repeats: int,
     ) -> list[Timing]:
+        run = self.forced(k, answers, is_right=is_right)
+        return [run(group) for _ in range(repeats)]
+
+    def forced(
+        self, k: int, answers: Mapping[str, Sequence[int]], *, is_right: bool
+    ) -> Callable[[Sequence[Request]], Timing]:
+        """A timed run of requests of ``answers`` with drafts that are always right or wrong."""
         draft = ForcedDraft(self._subject.head(self._dtype), answers, is_right=is_right)
         engine = self.engine(k, draft=draft)
         draft.engine = engine
-        return [time_run(engine, group)[0] for _ in range(repeats)]
+        return lambda group: time_run(engine, group)[0]
 
 
 def time_run(engine: Engine, group: Sequence[Request]) -> tuple[Timing, dict[str, list[int]]]:

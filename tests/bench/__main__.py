@@ -19,7 +19,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, loss, train
+from tests.bench import decode, dump, loss, spec, train
 from tests.bench.harness import BenchResult
 
 RESULTS = Path("runs/bench/results.json")
@@ -37,6 +37,8 @@ def main(names: list[str]) -> int:
         "train_mtp_k1": lambda: train.run(target, group, hot=False),
         "train_mtp_k1_hot": lambda: train.run(target, group, hot=True),
         "loss_memory": loss.run,
+        "spec_b1_k1": lambda: spec.run(target, k=1),
+        "spec_b1_k3": lambda: spec.run(target, k=3),
     }
     unknown = [name for name in names if name not in benches]
     if unknown:

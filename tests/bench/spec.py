@@ -1,0 +1,108 @@
+"""`spec_b1`: target and head together at batch 1 against the same runtime decoding plainly.
+
+c and v of the cost model are measured first, with forced drafts on prompts of their own; then both
+sides decode the MT-Bench prompts in turns. `MTP_BENCH_HEAD` names the native head directory
+(default: the long recipe's).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from data_prep.evaluation import evaluation_prompts
+from mtp_train.validate.bootstrap import prompt_interval
+from mtp_train.validate.measure import make_requests
+from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, median
+from mtp_train.validate.subject import Subject
+from runtime.config import EngineConfig
+from runtime.models.loader import Target
+from runtime.request import Request
+from tests.bench.harness import BenchResult
+
+DEFAULT_HEAD = Path("runs/long/head")
+NEW_TOKENS = 128
+COST_TOKENS = 33
+REPEATS = 3
+LEVEL = 0.95
+
+
+def run(target: Target, *, k: int) -> BenchResult:
+    """All first turns of MT-Bench, greedy, the whole vocabulary, 128 tokens each, one at a time."""
+    subject = Subject(
+        target_path=target.path,
+        head_path=Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD)),
+        runtime_dtype=target.model.dtype,
+        engine_config=EngineConfig(),
+        device=torch.device("cpu"),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    prompts = [prompt.prompt_ids for prompt in evaluation_prompts("mtbench", tokenizer)]
+    requests = make_requests(prompts, max_tokens=NEW_TOKENS, ignore_eos=True)
+    cost = measure_cost(subject, requests[::10], k)
+    bench = SpeedBench(subject, [[request] for request in requests])
+    for length in (0, k):
+        bench.run(requests[:1], length)  # warm
+    runs: dict[int, list[list[Timing]]] = {length: [[] for _ in requests] for length in (0, k)}
+    for repeat in range(REPEATS):
+        for index, request in enumerate(requests):
+            for length in (0, k) if (repeat + index) % 2 == 0 else (k, 0):
+                runs[length][index].append(bench.run([request], length))
+    seconds_P2 = np.array(
+        [
+            [median([t.decode_s for t in plain]), median([t.decode_s for t in spec])]
+            for plain, spec in zip(runs[0], runs[k], strict=True)
+        ]
+    )
+    speedup = float(seconds_P2[:, 0].sum() / seconds_P2[:, 1].sum())
+    interval = prompt_interval(seconds_P2, lambda s: s[:, 0] / s[:, 1], level=LEVEL)
+    timings = [timing for repeats in runs[k] for timing in repeats]
+    tokens = sum(t.num_tokens for t in timings)
+    emitted = tokens / sum(t.num_steps for t in timings)
+    predicted = cost.speedup(emitted, k)
+    per_side = len(requests) * (NEW_TOKENS - 1)
+    return BenchResult(
+        name=f"spec_b1_k{k}",
+        ours=per_side / float(seconds_P2[:, 1].sum()),
+        peer=per_side / float(seconds_P2[:, 0].sum()),
+        ratio=speedup,
+        limit=None,
+        share_of_limit=None,
+        unit="tokens/s",
+        command=f"make bench BENCH=spec_b1_k{k}",
+        note=(
+            f"{LEVEL:.0%} interval {interval.low:.3f} to {interval.high:.3f}; {emitted:.3f} tokens "
+            f"per step; c={cost.c:.3f} v={cost.v:.3f}; predicted {predicted:.3f} "
+            f"({predicted / speedup - 1:+.1%})"
+        ),
+    )
+
+
+def measure_cost(subject: Subject, requests: Sequence[Request], k: int) -> CostModel:
+    """Steps with forced wrong drafts: one token each, so that contexts are those of plain steps."""
+    short = [
+        replace(request, sampling=replace(request.sampling, max_tokens=COST_TOKENS))
+        for request in requests
+    ]
+    bench = SpeedBench(subject, [[request] for request in short])
+    answers = {}
+    for request in short:
+        answers |= bench.plain_answers([request])
+    lengths = sorted({1, max(2, k)})
+    engines = {length: bench.forced(length, answers, is_right=False) for length in lengths}
+    steps: dict[int, list[list[float]]] = {n: [[] for _ in short] for n in (0, *lengths)}
+    for repeat in range(REPEATS + 1):
+        for index, request in enumerate(short):
+            order = [0, *lengths] if (repeat + index) % 2 == 0 else [*reversed(lengths), 0]
+            for length in order:
+                timing = engines[length]([request]) if length else bench.run([request], 0)
+                if repeat:  # the first round warms up
+                    steps[length][index].append(timing.step_s)
+    total = {n: sum(median(times) for times in rows) for n, rows in steps.items()}
+    return fit_cost_model({n: total[n] / total[0] for n in lengths})
