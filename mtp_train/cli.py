@@ -25,6 +25,7 @@ COMMANDS = (
     Command("precompute", stages.run_precompute, "data/, target", "features/"),
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
     Command("validate", stages.run_validate, "head/, target", "parity.json"),
+    Command("export", stages.run_export, "head/, target", "export/"),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
 )
 

@@ -129,7 +129,7 @@ class ValidateConfig:
     max_tokens: int = 128
     temperature: float = 0.0
     placement: Literal["inline", "subprocess"] = "inline"
-    head: str = ""  # `mtp validate`: native head directory; empty = runs/<name>/head
+    head: str = ""  # native or exported head directory; empty = runs/<name>/head
     sets: tuple[str, ...] = ("mtbench",)  # final evaluation only
     min_drafts: int = 3000  # P3 in bf16
     rungs: tuple[str, ...] = ("P0", "P1", "P2", "P3", "P4", "P5")
@@ -143,6 +143,17 @@ class ReportConfig:
 
     samples: bool = True
     max_samples: int = 8  # generated texts shown
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What `mtp export` writes for serving engines."""
+
+    format: Literal["mimo"] = "mimo"
+    draft_vocab: Literal["refuse", "drop"] = "refuse"
+    unvalidated: bool = False  # allow a head without a passing parity.json of exactly its weights
+    read_back: bool = True  # load what was written into the runtime and compare
+    check: str = ""  # check this directory instead of writing one
 
 
 @dataclass(frozen=True)
@@ -160,4 +171,5 @@ class Config:
     features: FeaturesConfig = FeaturesConfig()
     runtime: EngineConfig = EngineConfig()
     validate: ValidateConfig = ValidateConfig()
+    export: ExportConfig = ExportConfig()
     report: ReportConfig = ReportConfig()

@@ -94,6 +94,14 @@ class RunDirectory:
     def summary_file(self) -> Path:
         return self.root / "summary.json"
 
+    def export(self, format: str) -> Path:
+        """What serving engines load, in one layout."""
+        return self.root / "export" / format
+
+    def export_file(self, format: str) -> Path:
+        """The record of an export, beside its directory."""
+        return self.root / "export" / f"{format}.json"
+
     def event_log(self, stage: str, *, is_leader: bool = True) -> EventLog:
         """The run's event writer; a rank that does not lead gets one that drops everything."""
         return EventLog(self.events_file if is_leader else None, stage=stage)

@@ -140,6 +140,33 @@ def run_validate(config: Config) -> int:
     return 0 if passed else 1
 
 
+def run_export(config: Config) -> int:
+    """The run's head for serving engines, or with ``export.check`` a check of such a directory."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.export import stage
+
+    with open_stage(config, "export", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        if config.export.check:
+            place = run_on_leader(scope.group, lambda: stage.check(config))
+            scope.console.print(f"export: {place} is complete, unchanged and of this target")
+            return 0
+        outcome = run_on_leader(scope.group, lambda: stage.run(config, group=scope.group))
+        if outcome.report is None:
+            scope.console.print(f"export: {outcome.path} is of this head; nothing to do")
+            return 0
+        report = outcome.report
+        scope.events.write(
+            "exported",
+            path=report.path,
+            num_bytes=report.num_bytes,
+            is_validated=report.record.is_validated,
+            read_back=outcome.read_back,
+            files=report.record.own_sha256,
+        )
+        scope.console.print(stage.describe(outcome, config), markup=False, soft_wrap=True)
+    return 0
+
+
 def _prepare_data(config: Config, scope: StageScope) -> None:
     from data_prep.chat import load_chat_format
     from data_prep.pipeline import prepare

@@ -15,13 +15,15 @@ import torch
 
 from data_prep.token_set import read_fingerprint
 from mtp_train.config import Config
+from mtp_train.export.commands import refresh_readme
+from mtp_train.export.reader import is_export, load_any_head
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, write_json_atomic
 from mtp_train.validate.report import LadderReport
 from mtp_train.validate.subject import dtype_name, hash_head
 from runtime.files import sha256_file, write_atomic
-from runtime.head_spec import HeadSpec, load_head
+from runtime.head_spec import HeadSpec
 from runtime.models.loader import fingerprint_target
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class LadderRecord:
         loaded.
         """
         run = RunDirectory.from_config(config)
-        load_head(run.head)
+        load_any_head(run.head)
         record = StageRecord(
             run.validate_file, stage="validate", fingerprint=ladder_inputs(config, device=device)
         )
@@ -99,7 +101,10 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
     content = report.to_dict()
     write_json_atomic(run.parity_file, content)
     write_json_atomic(run.head / run.parity_file.name, content)
-    write_atomic(run.head / README_NAME, describe_head(report, spec))
+    if is_export(run.head):
+        refresh_readme(run.head)
+    else:
+        write_atomic(run.head / README_NAME, describe_head(report, spec))
 
 
 def describe_head(report: LadderReport, spec: HeadSpec) -> str:

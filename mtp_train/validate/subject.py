@@ -1,4 +1,4 @@
-"""What the ladder judges: one target and one exported head, loaded in the dtype a rung asks for.
+"""What the ladder judges: one target and one head (native or exported), in the dtype a rung wants.
 
 Everything comes from directories as a server would read them; nothing is handed over by a trainer.
 """
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from mtp_train.export.reader import load_any_head
 from mtp_train.heads import build_training_head
 from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.validate.in_training import lm_head_weight
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.files import sha256_file
-from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec, load_head
+from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.loader import Target, load_target
@@ -106,7 +107,7 @@ class Subject:
 
     def _load_head(self) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
         if self._contract is None:
-            spec, tensors = load_head(self.head_path)
+            spec, tensors = load_any_head(self.head_path)
             self._head_sha256 = hash_head(self.head_path)
             fingerprint = self.target(self.runtime_dtype).fingerprint
             if spec.target_fingerprint != fingerprint:
@@ -119,7 +120,7 @@ class Subject:
 
 
 def hash_head(path: Path) -> dict[str, str]:
-    """sha256 (hex) of a native directory's files, by name."""
+    """sha256 (hex) of a head directory's files, by name."""
     return {name: sha256_file(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
 
 

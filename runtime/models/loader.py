@@ -187,6 +187,11 @@ class Checkpoint:
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)
 
+    def read_stored(self, name: str) -> torch.Tensor:
+        """One tensor as it is stored, on the host; nothing of the file stays mapped."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            return handle.get_tensor(name).clone()
+
     def _check_tied(self, path: Path) -> None:
         cpu = torch.device("cpu")
         names = ("model.embed_tokens.weight", "lm_head.weight")

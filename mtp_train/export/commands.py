@@ -1,0 +1,147 @@
+"""How an exported head is served: command lines, and the ``README.md`` beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_train.export.record import EXPORT_NAME, ExportRecord
+from mtp_train.run_dir import read_json
+from runtime.files import write_atomic
+
+README_NAME = "README.md"
+PARITY_NAME = "parity.json"
+DEFAULT_K = 3
+
+
+def serving_commands(*, target: str, head: str, k: str, k_plus_one: str) -> dict[str, str]:
+    """Command lines by engine; the arguments may be paths, numbers or shell variables."""
+    speculative = json.dumps({"method": "mtp", "model": head, "num_speculative_tokens": k})
+    speculative = speculative.replace(f'"{k}"', k)
+    override = json.dumps({"num_nextn_predict_layers": 1})
+    return {
+        "vllm": (
+            f"vllm serve {target} --speculative-config '{speculative}' --hf-overrides '{override}'"
+        ),
+        "sglang": (
+            f"python -m sglang.launch_server --model-path {target} "
+            f"--speculative-algorithm NEXTN --speculative-draft-model-path {head} "
+            f"--speculative-num-steps {k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {k_plus_one}"
+        ),
+    }
+
+
+def refresh_readme(out_dir: Path) -> None:
+    """Write ``README.md`` from what ``export.json`` and ``parity.json`` of the directory say.
+
+    To be called again by whoever changes ``parity.json``.
+    """
+    parity_file = out_dir / PARITY_NAME
+    parity = read_json(parity_file) if parity_file.is_file() else {}
+    record = ExportRecord.read(out_dir / EXPORT_NAME)
+    write_atomic(out_dir / README_NAME, describe_export(record, parity))
+
+
+def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
+    """Markdown: what is in the directory, how to serve it, what was measured and what was not."""
+    spec = record.head
+    k = _best_k(parity)
+    commands = serving_commands(target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1))
+    rungs: Mapping[str, Any] = parity.get("rungs", {})
+    return f"""# Draft head in the MiMo layout
+
+For speculative decoding with one target model, and with no other: the one whose weights have the
+fingerprint `{spec.target_fingerprint}`. Width {spec.hidden_size}, {spec.num_heads} query and \
+{spec.num_kv_heads} key/value heads,
+vocabulary {spec.vocab_size}. Embedding and `lm_head` are copies of the target's; engines use the \
+target's own.
+
+## Serve
+
+Put the target's directory for `TARGET` and this one for `HEAD`. The directory's path must not
+contain `eagle-`, `eagle3`, `dflash` or `dspark`.
+
+vLLM ({_vllm_status(rungs.get("P6"))}):
+
+```bash
+{commands["vllm"]}
+```
+
+The override belongs to the target: it makes room for one draft layer. It changes nothing else.
+
+SGLang (not run):
+
+```bash
+{commands["sglang"]}
+```
+
+## Measured
+
+{_measured(record, parity)}
+
+## Check
+
+`mtp export run.name=NAME target.path=TARGET export.check=HEAD` compares every tensor and key with
+what was written and with the target; `mtp validate run.name=NAME target.path=TARGET \
+validate.head=HEAD` measures it again.
+"""
+
+
+def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
+    if record.dropped_draft_vocab:
+        warning = (
+            "The head was trained for a draft vocabulary, which this layout cannot carry: it was "
+            "left out.\nAcceptance has to be measured again on this directory (see Check)."
+        )
+        if parity.get("head_sha256") != record.own_sha256:
+            return warning
+    if not parity:
+        return "Nothing: this head was exported without validation."
+    rows = "\n".join(
+        f"| {row['prompt_set']} | {row['temperature']:g} | {row['draft_mode']} | {row['k']} "
+        f"| {row['tau']:.3f} [{row['tau_interval'][0]:.3f}, {row['tau_interval'][1]:.3f}] "
+        f"| {' '.join(f'{rate:.3f}' for rate in row['rates'])} | {row['drafts']} "
+        f"| {row['prompts']} |"
+        for row in parity.get("acceptance", ())
+    )
+    verdicts = "\n".join(
+        f"| {name} | {'passed' if rung['passed'] else 'FAILED'} | {rung['note']} |"
+        for name, rung in parity.get("rungs", {}).items()
+    )
+    return f"""Target and draft together, on {_subject(record, parity)}. Tokens per step (tau) is
+1 + accepted / verification steps, pooled over prompts, with the bootstrap interval over prompts.
+
+| prompts | temperature | drafts | K | tokens per step | accepted by position | steps | prompts |
+|---|---|---|---|---|---|---|---|
+{rows}
+
+| rung | verdict | what |
+|---|---|---|
+{verdicts}
+
+All figures and their bounds are in `{PARITY_NAME}`."""
+
+
+def _subject(record: ExportRecord, parity: Mapping[str, Any]) -> str:
+    if parity.get("head_sha256") == record.own_sha256:
+        return "this directory"
+    return "the native head that this directory was made of"
+
+
+def _vllm_status(rung: Mapping[str, Any] | None) -> str:
+    if rung is None:
+        return "not run with this head"
+    return f"P6 {'passed' if rung['passed'] else 'FAILED'}: {rung['note']}"
+
+
+def _best_k(parity: Mapping[str, Any]) -> int:
+    """The fastest K at the smallest batch that was measured; else the default."""
+    rows = parity.get("speed", [])
+    if not rows:
+        return DEFAULT_K
+    smallest = min(row["batch_size"] for row in rows)
+    best = max((r for r in rows if r["batch_size"] == smallest), key=lambda row: row["speedup"])
+    return int(best["k"])

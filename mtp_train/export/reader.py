@@ -1,0 +1,178 @@
+"""Exported directories, read back strictly: nothing missing, nothing unknown, nothing changed.
+
+A loader of an engine skips, invents or leaves uninitialised what does not fit; that it loaded
+proves nothing. What is read here is what an engine computes: the projection stays hidden-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mtp_train.export import layout
+from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
+from mtp_train.run_dir import read_json
+from runtime.files import sha256_file
+from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec, load_head
+from runtime.models.config import ModelConfig, load_config
+from runtime.models.loader import Checkpoint, default_cache_dir, fingerprint_target
+
+
+def is_export(directory: Path) -> bool:
+    """Whether the directory was written by :func:`write_export`."""
+    return (directory / EXPORT_NAME).is_file()
+
+
+def load_any_head(directory: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
+    """A native or an exported head, under native names. Raises ``ValueError``, see there."""
+    if is_export(directory):
+        return read_export(directory)
+    config = directory / CONFIG_NAME
+    if config.is_file() and "architectures" in read_json(config):
+        raise ValueError(
+            f"head={directory}: {CONFIG_NAME} is that of a serving engine, but {EXPORT_NAME}, "
+            "which `mtp export` writes beside it, is missing"
+        )
+    return load_head(directory)
+
+
+def read_export(directory: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
+    """The head as an engine computes it from the directory, under native names.
+
+    Raises ``ValueError`` naming the file, key or tensor that differs from what was written.
+    """
+    record, written = _read_checked(directory)
+    return layout.served_spec(record.head), layout.from_layout(record.head, written)
+
+
+def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = None) -> None:
+    """:func:`read_export`, and every value that must be the target's compared with the target.
+
+    ``target_dir`` is a Hugging Face directory. Raises ``ValueError`` naming the tensor or key.
+    """
+    layout.refuse_path(directory)
+    record, written = _read_checked(directory)
+    check_target(record.head, target_dir, cache_dir=cache_dir)
+    target = load_config(target_dir)
+    if record.num_target_layers != target.num_layers:
+        raise ValueError(
+            f"{directory / CONFIG_NAME}: num_hidden_layers={record.num_target_layers}, the target "
+            f"has {target.num_layers}"
+        )
+    for name, tensor in read_target_tensors(target_dir, target).items():
+        if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
+            raise ValueError(
+                f"{directory / WEIGHTS_NAME}: tensor {name} is not a copy of the target's"
+            )
+
+
+def check_target(spec: HeadSpec, target_dir: Path, *, cache_dir: Path | None = None) -> None:
+    """Raise ``ValueError`` naming the first way in which the head is not one of this target.
+
+    Engines take sizes, norms and RoPE of this layout from the target (vLLM) or from the directory
+    (SGLang): they must be the same.
+    """
+    target = load_config(target_dir)
+    pairs: tuple[tuple[str, Any, Any], ...] = (
+        ("hidden_size", spec.hidden_size, target.hidden_size),
+        ("intermediate_size", spec.intermediate_size, target.intermediate_size),
+        ("num_attention_heads", spec.num_heads, target.num_heads),
+        ("num_key_value_heads", spec.num_kv_heads, target.num_kv_heads),
+        ("head_dim", spec.head_dim, target.head_dim),
+        ("vocab_size", spec.vocab_size, target.vocab_size),
+        (
+            "max_position_embeddings",
+            spec.max_position_embeddings,
+            target.max_position_embeddings,
+        ),
+        ("rms_norm_eps", spec.norm_eps, target.norm_eps),
+        ("rope_theta", spec.rope.theta, target.rope.theta),
+        ("rope_parameters", spec.rope, target.rope),
+    )
+    for key, ours, theirs in pairs:
+        if ours != theirs:
+            raise ValueError(f"head {key}={ours}: the target {target_dir} has {theirs}")
+    fingerprint = fingerprint_target(target_dir, cache_dir=cache_dir or default_cache_dir())
+    if spec.target_fingerprint != fingerprint:
+        raise ValueError(
+            f"head target_fingerprint={spec.target_fingerprint[:12]}: the target {target_dir} is "
+            f"{fingerprint[:12]}; a head drafts for the model that it was trained with only"
+        )
+
+
+def read_target_tensors(target_dir: Path, target: ModelConfig) -> dict[str, torch.Tensor]:
+    """The target's embedding and ``lm_head`` as stored, under the layout's names."""
+    checkpoint = Checkpoint(target_dir, target.tensor_shapes(), tied=target.tie_word_embeddings)
+    embedding_VH = checkpoint.read_stored(layout.EMBEDDING_NAME)
+    if target.tie_word_embeddings:
+        return {layout.EMBEDDING_NAME: embedding_VH, layout.LM_HEAD_NAME: embedding_VH}
+    lm_head_VH = checkpoint.read_stored(layout.LM_HEAD_NAME)
+    return {layout.EMBEDDING_NAME: embedding_VH, layout.LM_HEAD_NAME: lm_head_VH}
+
+
+def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor]]:
+    for name in (EXPORT_NAME, CONFIG_NAME, WEIGHTS_NAME):
+        if not (directory / name).is_file():
+            raise ValueError(
+                f"export={directory}: {name} is missing; expected a directory written by mtp export"
+            )
+    record = ExportRecord.read(directory / EXPORT_NAME)
+    layout.refuse_uncarried(record.head, drop_draft_vocab=record.dropped_draft_vocab)
+    config_file = directory / CONFIG_NAME
+    expected = layout.layout_config(
+        record.head, num_target_layers=record.num_target_layers, dtype=record.dtype
+    )
+    layout.check_config(read_json(config_file), expected, source=str(config_file))
+    written = _read_tensors(directory / WEIGHTS_NAME)
+    check_tensors(record, written, source=str(directory / WEIGHTS_NAME))
+    for name, digest in record.own_sha256.items():
+        if sha256_file(directory / name) != digest:
+            raise ValueError(f"{directory / name}: is not the file that was written (sha256)")
+    return record, written
+
+
+def check_tensors(
+    record: ExportRecord, written: Mapping[str, torch.Tensor], *, source: str
+) -> None:
+    """Raise ``ValueError`` naming the first tensor that is not what ``record`` says."""
+    shapes = layout.tensor_shapes(record.head)
+    for name, shape in shapes.items():
+        if name not in written:
+            raise ValueError(f"{source}: tensor {name} {list(shape)} is missing")
+        if tuple(written[name].shape) != shape:
+            raise ValueError(
+                f"{source}: tensor {name} has shape {list(written[name].shape)}, "
+                f"expected {list(shape)}"
+            )
+    for name in written:
+        if name not in shapes:
+            raise ValueError(f"{source}: unexpected tensor {name}")
+    for name in shapes:
+        tensor = written[name]
+        if not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise ValueError(f"{source}: tensor {name} has {count} values that are not finite")
+        if name in layout.bias_shapes(record.head) and bool(tensor.any()):
+            raise ValueError(f"{source}: tensor {name} is not zero; the head has no biases")
+        if hash_tensor(tensor) != record.tensors.get(name):
+            raise ValueError(f"{source}: tensor {name} {_describe_change(record, name, tensor)}")
+
+
+def _describe_change(record: ExportRecord, name: str, tensor: torch.Tensor) -> str:
+    if name == layout.PROJECTION_NAME:
+        swapped = layout.swap_halves(tensor)
+        if hash_tensor(swapped) == record.tensors.get(name):
+            return "has its column halves exchanged: the hidden state comes first in this layout"
+    return f"({str(tensor.dtype).removeprefix('torch.')}) is not what was written (sha256)"
+
+
+def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file}: damaged safetensors file ({error})") from error

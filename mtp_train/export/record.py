@@ -1,0 +1,81 @@
+"""``export.json``: what an exported directory was made of, and the hash of every tensor in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mtp_train.run_dir import read_json, write_json_atomic
+from runtime.files import sha256_file
+from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
+
+EXPORT_NAME = "export.json"
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """``head`` is the *native* head's contract; what an engine computes is ``served_spec`` of it.
+
+    ``commands`` hold the words TARGET, HEAD, K and K+1 for the reader to fill in.
+    """
+
+    format: Literal["mimo"]
+    head: HeadSpec
+    head_sha256: Mapping[str, str]  # of the native directory's files, by name
+    num_target_layers: int
+    dtype: str  # the target's, as in config.json
+    is_validated: bool  # a passing parity.json of exactly this head was there
+    dropped_draft_vocab: bool
+    config_sha256: str
+    weights_sha256: str
+    tensors: Mapping[str, str]  # name -> sha256 of shape, dtype and values
+    commands: Mapping[str, str]
+    version: int = RECORD_VERSION
+
+    @property
+    def own_sha256(self) -> dict[str, str]:
+        """Hashes of the directory's own files, named as in ``parity.json``."""
+        return {CONFIG_NAME: self.config_sha256, WEIGHTS_NAME: self.weights_sha256}
+
+    def write(self, file: Path) -> None:
+        write_json_atomic(file, asdict(self))
+
+    @classmethod
+    def read(cls, file: Path) -> ExportRecord:
+        """Strict. Raises ``ValueError`` naming the file and the key."""
+        raw = read_json(file)
+        known = [field.name for field in fields(cls)]
+        for name in known:
+            if name not in raw:
+                raise ValueError(f"{file}: {name} is missing")
+        for name in raw:
+            if name not in known:
+                raise ValueError(f"{file}: {name} is unknown; allowed: {', '.join(known)}")
+        if raw["version"] != RECORD_VERSION:
+            raise ValueError(
+                f"{file}: version={raw['version']!r}, this build reads version {RECORD_VERSION}"
+            )
+        if raw["format"] != "mimo":
+            raise ValueError(f"{file}: format={raw['format']!r}; supported: mimo")
+        head = HeadSpec.from_json(json.dumps(raw["head"]), source=f"{file}: head")
+        return cls(**raw | {"head": head})
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    """sha256 (hex) of dtype, shape and the little-endian bytes of the values."""
+    digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hash_files(directory: Path) -> dict[str, str]:
+    """sha256 (hex) of the configuration and the weights of a directory, by name."""
+    return {name: sha256_file(directory / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
