@@ -74,7 +74,7 @@ def test_help_teaches_by_example_and_starts_fast(name: str, tmp_path: Path) -> N
     assert f"Usage: mtp {name}" in done.stdout
     assert len(help_examples(name)) >= 2
     assert "\n  # " in done.stdout
-    assert "experiment: demo, sharegpt_full" in done.stdout
+    assert "experiment: demo, long, sharegpt_full" in done.stdout
     assert seconds < 10, "heavy imports crept in"  # 0.4 s on an idle core
     assert list(tmp_path.iterdir()) == []
 
