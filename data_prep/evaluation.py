@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,7 @@ _PROMPT_KEYS = {"mtbench": "turns", "humaneval": "prompt", "gsm8k": "question"}
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One prompt of an evaluation set. ``turn`` counts from 1; only first turns are given (a second
-    one needs the model's own first answer).
-    """
+    """One prompt of an evaluation set. ``turn`` counts from 1."""
 
     id: str
     category: str
@@ -35,34 +33,72 @@ def evaluation_prompts(
     chat_template: str = "",
     chat_template_kwargs: Sequence[tuple[str, str]] = (),
 ) -> list[EvalPrompt]:
-    """``limit`` prompts of ``name`` (0 = all), evenly spaced so that every category has its share.
+    """First turns: ``limit`` prompts of ``name`` (0 = all), evenly spaced so that every category
+    has its share.
 
     Template arguments as in :class:`data_prep.config.DataConfig`. Raises
     ``ValueError`` for an unknown set or a missing package.
     """
-    if name not in _PROMPT_KEYS:
-        raise ValueError(f"evaluation set {name!r}: must be one of {sorted(_PROMPT_KEYS)}")
     if limit < 0:
         raise ValueError(f"evaluation set {name!r}: limit={limit} must not be negative")
+    questions = _read_questions(name)
+    total = len(questions)
+    count = min(limit or total, total)
+    chosen = [questions[index * total // count] for index in range(count)]
+    chat = load_chat_format(tokenizer, template_path=chat_template, kwargs=chat_template_kwargs)
+    texts = [chat.prompt_text((Message("user", item.turns[0]),), ()) for item in chosen]
+    return [
+        EvalPrompt(item.id, item.category, tuple(ids))
+        for item, ids in zip(chosen, chat.encode(texts), strict=True)
+    ]
+
+
+def second_turn_prompts(
+    name: str,
+    tokenizer: Any,
+    answers: Mapping[str, str],
+    *,
+    chat_template: str = "",
+    chat_template_kwargs: Sequence[tuple[str, str]] = (),
+) -> list[EvalPrompt]:
+    """Second turns after the model's own first ``answers`` (text by prompt id), in their order.
+
+    A question without a second turn is left out. Raises ``ValueError`` as
+    :func:`evaluation_prompts` does.
+    """
+    questions = {item.id: item for item in _read_questions(name)}
+    chosen = [questions[id_] for id_ in answers if len(questions[id_].turns) > 1]
+    chat = load_chat_format(tokenizer, template_path=chat_template, kwargs=chat_template_kwargs)
+    texts = []
+    for item in chosen:
+        first = (Message("user", item.turns[0]), Message("assistant", answers[item.id]))
+        texts.append(chat.prompt_text((*first, Message("user", item.turns[1])), ()))
+    return [
+        EvalPrompt(item.id, item.category, tuple(ids), turn=2)
+        for item, ids in zip(chosen, chat.encode(texts), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Question:
+    id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def _read_questions(name: str) -> list[_Question]:
+    if name not in _PROMPT_KEYS:
+        raise ValueError(f"evaluation set {name!r}: must be one of {sorted(_PROMPT_KEYS)}")
     assert BUILTIN_SETS[name].evaluation_only
     path = builtin_path(name)
-    chat = load_chat_format(tokenizer, template_path=chat_template, kwargs=chat_template_kwargs)
-    records: list[dict[str, Any]] = []
-    for record in read_json_records(path, is_record=frozenset(_PROMPT_KEYS.values())):
+    questions: list[_Question] = []
+    for index, record in enumerate(
+        read_json_records(path, is_record=frozenset(_PROMPT_KEYS.values()))
+    ):
         if isinstance(record, Damage):
             raise ValueError(f"evaluation set {name!r}: {path} is damaged: {record.detail}")
-        records.append(record)
-    total = len(records)
-    count = min(limit or total, total)
-    chosen = [index * total // count for index in range(count)]
-    texts, meta = [], []
-    for index in chosen:
-        record = records[index]
         value = record[_PROMPT_KEYS[name]]
-        question = value[0] if isinstance(value, list) else value
-        texts.append(chat.prompt_text((Message("user", question),), ()))
-        meta.append((str(record.get(_ID_KEYS[name], index)), str(record.get("category", name))))
-    return [
-        EvalPrompt(id_, category, tuple(ids))
-        for (id_, category), ids in zip(meta, chat.encode(texts), strict=True)
-    ]
+        turns = tuple(value) if isinstance(value, list) else (value,)
+        id_, category = record.get(_ID_KEYS[name], index), record.get("category", name)
+        questions.append(_Question(str(id_), str(category), turns))
+    return questions

@@ -131,6 +131,9 @@ class ValidateConfig:
     placement: Literal["inline", "subprocess"] = "inline"
     head: str = ""  # native or exported head directory; empty = runs/<name>/head
     sets: tuple[str, ...] = ("mtbench",)  # final evaluation only
+    max_prompts: int = 200  # per set, evenly spaced; 0 = all
+    max_further_prompts: int = 0  # of each set after the first; 0 = as max_prompts
+    turns: int = 1  # 2: second turns as well, after the model's own first answers
     min_drafts: int = 3000  # P3 in bf16
     rungs: tuple[str, ...] = ("P0", "P1", "P2", "P3", "P4", "P5")
 

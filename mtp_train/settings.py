@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_train.config import Config
+from data_prep.builtin import BUILTIN_SETS
+from mtp_train.config import Config, ValidateConfig
 
 MISSING = "???"  # OmegaConf's mark of a value that the user has to give
 
@@ -62,9 +63,16 @@ _RULES: tuple[Rule, ...] = (
             "trainer.validate_every",
             "trainer.weight_decay",
             "validate.temperature",
+            "validate.max_prompts",
+            "validate.max_further_prompts",
         ),
         lambda value: value >= 0,
         "must not be negative",
+    ),
+    (
+        ("validate.turns",),
+        lambda value: value in (1, 2),
+        "must be 1 or 2",
     ),
     (
         (
@@ -343,6 +351,7 @@ def _check_validation(config: Config) -> None:
             f"runtime.num_draft_tokens={runtime.num_draft_tokens}: leave it at 0; the number of "
             "drafted tokens is validate.k, and everything else decodes without drafts"
         )
+    _check_sets(validate)
     if not validate.rungs:
         raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5")
     for rung in validate.rungs:
@@ -352,6 +361,23 @@ def _check_validation(config: Config) -> None:
         raise ConfigError(
             f"validate.temperature={validate.temperature} with runtime.verify=greedy: greedy "
             "verification is exact at temperature 0 only; use runtime.verify=keyed or rejection"
+        )
+
+
+def _check_sets(validate: ValidateConfig) -> None:
+    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
+    if not validate.sets:
+        raise ConfigError(f"validate.sets=[]: name at least one of {', '.join(known)}")
+    for name in validate.sets:
+        if name not in known:
+            raise ConfigError(f"validate.sets: {name} is unknown; allowed are {', '.join(known)}")
+    if len(set(validate.sets)) < len(validate.sets):
+        raise ConfigError(f"validate.sets={list(validate.sets)}: each set may be named once")
+    two = [name for name in known if BUILTIN_SETS[name].has_second_turns]
+    if validate.turns == 2 and not set(two) & set(validate.sets):
+        raise ConfigError(
+            f"validate.turns=2 with validate.sets={list(validate.sets)}: only {', '.join(two)} has "
+            "second turns; name it or set validate.turns=1"
         )
 
 

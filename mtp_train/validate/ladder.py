@@ -9,41 +9,46 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from data_prep.token_set import read_fingerprint
+from data_prep.token_set import load_token_set, read_fingerprint
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.target import cache_directory, load_tokenizer, target_dtype
+from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
+from mtp_train.validate.breakdown import break_down
 from mtp_train.validate.measure import Measured, measure_acceptance
 from mtp_train.validate.output import write_report
-from mtp_train.validate.report import AcceptanceResult, LadderReport, RungResult, SpeedResult
+from mtp_train.validate.prompt_sets import (
+    MeasuredSet,
+    PromptSet,
+    draft_lengths,
+    load_prompt_sets,
+    measure_sets,
+)
+from mtp_train.validate.report import (
+    AcceptanceResult,
+    BreakdownRow,
+    LadderReport,
+    RungResult,
+    SpeedResult,
+)
+from mtp_train.validate.samples import Answered, Samples, choose_samples, choose_training_row
 from mtp_train.validate.subject import Subject
 from runtime.cpu import set_threads
 from runtime.request import Generation
-from runtime.seeds import derive_seed
 
 _Item = TypeVar("_Item")
 
 logger = logging.getLogger(__name__)
 
 RUNGS = ("P0", "P1", "P2", "P3", "P4", "P5")
-REPORTED_K = (1, 3)  # beside validate.k
 _SEQUENCE_LENS = (200, 64, 150, 33, 90, 120)  # prompt + answer, cut to different lengths
-
-
-@dataclass(frozen=True)
-class PromptSet:
-    """An evaluation set as token ids."""
-
-    name: str
-    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
 
 
 def run(config: Config, *, group: ProcessGroup) -> LadderReport:
@@ -97,29 +102,11 @@ def climb(
 ) -> LadderReport:
     """Measure acceptance on every set, then climb. The first set also feeds the rungs."""
     settings = config.validate
-    lengths = sorted({*REPORTED_K, settings.k})
-    seed = derive_seed(config.seed, "ladder")
-    measured = [
-        _log_measured(
-            measure_acceptance(
-                subject.target(subject.runtime_dtype),
-                subject.head(subject.runtime_dtype),
-                chosen.prompts,
-                k=k,
-                max_tokens=settings.max_tokens,
-                temperature=settings.temperature,
-                engine_config=subject.engine_config,
-                prompt_set=chosen.name,
-                seed=seed,
-            )
-        )
-        for chosen in sets
-        for k in lengths
-    ]
+    measured = measure_sets(config, subject, sets)
     served = _served(subject, sets[0], measured, config)
     sequences = cut_sequences(served)
     prompts = sets[0].prompts
-    k = settings.k
+    k, lengths = settings.k, draft_lengths(config)
     speed: list[SpeedResult] = []
 
     def climb_p5() -> RungResult:
@@ -169,28 +156,11 @@ def climb(
         head=str(subject.head_path),
         head_sha256=subject.head_sha256,
         rungs=tuple(results),
-        acceptance=tuple(_describe(item) for item in measured),
+        acceptance=tuple(_describe(item.measured) for item in measured),
         speed=tuple(speed),
+        breakdown=tuple(row for item in measured for row in _break_down(item)),
+        samples=_samples(measured, k, run_dir) if config.report.samples else None,
     )
-
-
-def load_prompt_sets(config: Config, subject: Subject) -> list[PromptSet]:
-    """The evaluation sets that ``config`` names. At least one is needed."""
-    from data_prep.evaluation import evaluation_prompts
-
-    if not config.validate.sets:
-        raise ValueError("validate.sets is empty: name at least one evaluation set")
-    tokenizer = load_tokenizer(config.target, subject.target(subject.runtime_dtype).path)
-    sets = []
-    for name in config.validate.sets:
-        chosen = evaluation_prompts(
-            name,
-            tokenizer,
-            chat_template=config.data.chat_template,
-            chat_template_kwargs=config.data.chat_template_kwargs,
-        )
-        sets.append(PromptSet(name, tuple(prompt.prompt_ids for prompt in chosen)))
-    return sets
 
 
 def open_stores(run_dir: RunDirectory) -> list[FeatureReader]:
@@ -250,11 +220,11 @@ def show_report(report: LadderReport) -> None:
 
 
 def _served(
-    subject: Subject, chosen: PromptSet, measured: Sequence[Measured], config: Config
+    subject: Subject, chosen: PromptSet, measured: Sequence[MeasuredSet], config: Config
 ) -> tuple[Generation, ...]:
     """Greedy generations of the first set at ``validate.k``, for P3 and as sequences."""
     settings = config.validate
-    for item in measured:
+    for item in (entry.measured for entry in measured):
         is_wanted = item.prompt_set == chosen.name and item.k == settings.k
         if is_wanted and item.temperature == 0 and item.draft_mode == "argmax":
             return item.generations
@@ -276,8 +246,6 @@ def _token_rows(
     """Tokens by sample id, of the run's token set; ``None`` when there is no finished one."""
     if run_dir is None or not stores:
         return None
-    from data_prep.token_set import load_token_set
-
     if read_fingerprint(run_dir.data) is None:
         return None
     token_set = load_token_set(run_dir.data)
@@ -300,18 +268,27 @@ def _describe(item: Measured) -> AcceptanceResult:
     )
 
 
-def _log_measured(item: Measured) -> Measured:
-    logger.info(
-        "%s, K=%d, T=%g, %s drafts: tau %.3f over %d steps (%.0f tokens/s)",
-        item.prompt_set,
-        item.k,
-        item.temperature,
-        item.draft_mode,
-        item.acceptance.tau,
-        item.acceptance.num_drafts,
-        item.tokens_per_s,
-    )
-    return item
+def _break_down(item: MeasuredSet) -> list[BreakdownRow]:
+    chosen = item.prompt_set
+    return break_down(item.measured, categories=chosen.tasks, decode=chosen.decode)
+
+
+def _samples(
+    measured: Sequence[MeasuredSet], k: int, run_dir: RunDirectory | None
+) -> Samples | None:
+    """Answers at ``k`` and a training row; ``None`` where there is no tokenizer."""
+    decode = measured[0].prompt_set.decode
+    if decode is None:
+        return None
+    answered = [
+        Answered(item.prompt_set.name, item.prompt_set.tasks, item.measured.generations)
+        for item in measured
+        if item.measured.k == k
+    ]
+    row = None
+    if run_dir is not None and read_fingerprint(run_dir.data) is not None:
+        row = choose_training_row(load_token_set(run_dir.data).rows("train"), decode)
+    return Samples(k, choose_samples(answered, decode, k=k), row)
 
 
 def _spread(items: Sequence[_Item], count: int) -> list[_Item]:

@@ -1,6 +1,7 @@
-"""What the ladder leaves behind: ``parity.json``, the head's ``README.md``, and the stage's record.
+"""What the ladder leaves behind: ``parity.json``, ``samples.json``, the head's ``README.md``, and
+the stage's record.
 
-:func:`write_report` is the only writer of both files. The record says which head, target and
+:func:`write_report` is the only writer of these files. The record says which head, target and
 settings the report is of, so that the ladder is not climbed twice for the same figures.
 """
 
@@ -54,7 +55,12 @@ class LadderRecord:
         record = StageRecord(
             run.validate_file, stage="validate", fingerprint=ladder_inputs(config, device=device)
         )
+        if not config.report.samples:  # also where nothing has to be measured again
+            run.samples_file.unlink(missing_ok=True)
         verdict = _stored_verdict(record, run)
+        if verdict is not None and config.report.samples and not run.samples_file.is_file():
+            logger.info("%s is missing: climbing the ladder again", run.samples_file)
+            verdict = None
         if verdict is None:
             record.start()
         return cls(record, verdict)
@@ -97,8 +103,14 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
 
 
 def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> None:
-    """``parity.json`` into the run directory and beside the head, and the head's ``README.md``."""
+    """``parity.json`` into the run directory and beside the head, the head's ``README.md``, and
+    ``samples.json`` into the run directory; without samples an older one is removed.
+    """
     content = report.to_dict()
+    if report.samples is None:
+        run.samples_file.unlink(missing_ok=True)
+    else:
+        write_json_atomic(run.samples_file, report.samples.to_dict())
     write_json_atomic(run.parity_file, content)
     write_json_atomic(run.head / run.parity_file.name, content)
     if is_export(run.head):

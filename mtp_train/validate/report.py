@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from mtp_train.validate.samples import Samples
 from runtime.metrics import Acceptance
 
 Dimension = Literal["task", "context", "token_kind"]
@@ -152,7 +153,10 @@ class SpeedResult:
 
 @dataclass(frozen=True)
 class LadderReport:
-    """The ladder's outcome. A rung that was not asked for is not in ``rungs``."""
+    """The ladder's outcome. A rung that was not asked for is not in ``rungs``.
+
+    ``samples`` hold text and are kept out of ``parity.json``: they have a file of their own.
+    """
 
     target: str  # fingerprint
     head: str  # directory
@@ -161,6 +165,7 @@ class LadderReport:
     acceptance: tuple[AcceptanceResult, ...] = ()
     speed: tuple[SpeedResult, ...] = ()
     breakdown: tuple[BreakdownRow, ...] = ()
+    samples: Samples | None = field(default=None, repr=False)
 
     @property
     def passed(self) -> bool:

@@ -87,6 +87,15 @@ def test_values_get_the_declared_types() -> None:
         ("data.chat_template", "/no/template.jinja", r"no such file$"),
         ("validate.rungs", ["P2", "P9"], r"P9 is unknown; allowed are P0 to P5$"),
         ("validate.rungs", [], r"name at least one"),
+        (
+            "validate.sets",
+            [],
+            r"^validate\.sets=\[\]: name at least one of mtbench, humaneval, gsm8k",
+        ),
+        ("validate.sets", ["sharegpt"], r"sharegpt is unknown; allowed are mtbench, humaneval"),
+        ("validate.sets", ["gsm8k", "gsm8k"], r"each set may be named once"),
+        ("validate.max_prompts", -1, r"must not be negative$"),
+        ("validate.turns", 3, r"^validate\.turns=3: must be 1 or 2$"),
         ("features.p0_references", [], r"^features\.p0_references=\[\]: name decode, huggingface"),
         ("trainer.warmup_share", 1.0, r"must be a share"),
         ("trainer.betas", [0.9, 1.0], r"each must be in \[0, 1\)$"),
@@ -141,6 +150,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
         (
             {"validate.temperature": 0.7, "runtime.verify": "greedy"},
             r"exact at temperature 0 only",
+        ),
+        (
+            {"validate.turns": 2, "validate.sets": ["gsm8k"]},
+            r"validate\.turns=2 .* only mtbench has second turns",
         ),
         ({"runtime.num_draft_tokens": 3}, r"num_draft_tokens=3: leave it at 0; .* validate\.k"),
         (

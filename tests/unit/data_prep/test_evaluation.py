@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_prep import evaluation
-from data_prep.evaluation import evaluation_prompts
+from data_prep.evaluation import evaluation_prompts, second_turn_prompts
 
 
 @pytest.mark.real
@@ -52,6 +52,29 @@ def test_prompts_are_the_first_turn_as_it_is_served(
     )
     assert prompts[1].prompt_ids == tuple(served)
     assert len(evaluation_prompts("mtbench", tiny, 100)) == 9
+
+
+def test_second_turns_follow_the_models_own_answers(
+    tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "question.jsonl"
+    turns = [["q0", "then0"], ["only"], ["q2", "then2"]]
+    rows = [{"question_id": i, "category": f"c{i}", "turns": t} for i, t in enumerate(turns)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(evaluation, "builtin_path", lambda name: path)
+    prompts = second_turn_prompts("mtbench", tiny, {"2": "said", "1": "x", "0": "answered"})
+    assert [(p.id, p.category, p.turn) for p in prompts] == [("2", "c2", 2), ("0", "c0", 2)]
+    served = tiny.apply_chat_template(
+        [
+            {"role": "user", "content": "q2"},
+            {"role": "assistant", "content": "said"},
+            {"role": "user", "content": "then2"},
+        ],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
+    assert prompts[0].prompt_ids == tuple(served)
 
 
 def test_an_unknown_set_is_refused(tiny: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,20 @@ import pytest
 import torch
 
 from data_prep.config import DataConfig
-from mtp_train.config import Config, RunConfig, TargetConfig, ValidateConfig
+from mtp_train.config import Config, ReportConfig, RunConfig, TargetConfig, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.run_dir import RunDirectory, read_json
 from mtp_train.stages import run_validate
 from mtp_train.validate import ladder, p3, p4, run
 from mtp_train.validate.bootstrap import Interval
-from mtp_train.validate.ladder import PromptSet, climb
+from mtp_train.validate.ladder import climb
+from mtp_train.validate.prompt_sets import PromptSet
 from mtp_train.validate.rejection import GTest
 from mtp_train.validate.report import LadderReport, RungResult
 from mtp_train.validate.subject import Subject
 from runtime.engine import Engine
 from runtime.head_spec import load_head, save_head
+from runtime.request import Generation
 from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
 
 CPU = torch.device("cpu")
@@ -53,7 +56,8 @@ def subject_at(place: Path) -> Subject:
 
 
 def fake_sets(config: Config, subject: Subject) -> list[PromptSet]:
-    return [PromptSet("random", tuple(tuple(p) for p in make_prompts()))]
+    prompts = tuple(tuple(p) for p in make_prompts())
+    return [PromptSet("random", prompts, decode=lambda ids: "".join(f"{i} " for i in ids))]
 
 
 def test_run_writes_the_report_beside_run_and_head(
@@ -80,6 +84,63 @@ def test_run_writes_the_report_beside_run_and_head(
         assert row["prompts"] == 6
         assert row["max_tokens"] == 20
         assert row["draft_mode"] == "argmax"
+
+
+def test_further_sets_and_second_turns_are_measured_at_k_only(place: Path) -> None:
+    config = make_config(place, rungs=("P1",))
+    subject = subject_at(place)
+    (first,) = fake_sets(config, subject)
+    further = dataclasses.replace(first, name="further", prompts=first.prompts[:3])
+    answers: list[Any] = []
+
+    def follow_up(generations: Sequence[Generation]) -> PromptSet:
+        answers.extend(generations)
+        return PromptSet("random/turn2", (first.prompts[2],), ("c",))
+
+    sets = [dataclasses.replace(first, follow_up=follow_up), further]
+    report = climb(config, subject, sets)
+    assert [(row.prompt_set, row.counts.k, row.num_prompts) for row in report.acceptance] == [
+        ("random", 1, 6),
+        ("random", 2, 6),
+        ("random", 3, 6),
+        ("random/turn2", 2, 1),
+        ("further", 2, 3),
+    ]
+    assert [g.prompt_ids for g in answers] == list(first.prompts)
+    assert {len(step.draft_ids) for g in answers for step in g.steps} == {2}
+    pooled = {(row.prompt_set, row.counts.k): row.counts for row in report.acceptance}
+    parts: dict[Any, list[Any]] = {}
+    for row in report.breakdown:
+        parts.setdefault((row.prompt_set, row.k, row.dimension), []).append(row)
+    assert len(parts) == 3 * 4 + 2, "there is no text of the second turns"
+    for (name, k, _), rows in parts.items():
+        assert sum(row.num_drafts for row in rows) == pooled[name, k].num_drafts
+        sums = tuple(sum(row.accepted[j] for row in rows) for j in range(k))
+        assert sums == pooled[name, k].accepted
+
+
+def test_samples_are_written_only_where_they_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_subject(tmp_path)
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    config = make_config(tmp_path, rungs=("P1",))
+    private = dataclasses.replace(config, report=ReportConfig(samples=False))
+    run_dir = RunDirectory.from_config(config)
+    assert run_validate(private) == 0
+    assert not run_dir.samples_file.exists()
+    assert run_validate(config) == 0  # missing samples are made
+    samples = read_json(run_dir.samples_file)
+    assert samples["k"] == 2
+    (sample,) = samples["samples"]
+    ids = [int(text) for text in sample["prompt"].split()]
+    assert ids == list(make_prompts()[0])
+    assert {token["by"] for token in sample["tokens"]} == {"target", "draft"}
+    changed = run_dir.samples_file.stat().st_mtime_ns
+    run_validate(config)
+    assert run_dir.samples_file.stat().st_mtime_ns == changed
+    run_validate(private)  # there is nothing to measure, and no text may stay
+    assert not run_dir.samples_file.exists()
 
 
 def test_a_red_rung_fails_the_ladder_and_the_others_still_run(
