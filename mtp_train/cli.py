@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtp_train import demo, stages
+from mtp_train import demo, generate, stages
 from mtp_train.app import Stage, run_command
+
+Prepare = Callable[[Callable[..., int], Sequence[str]], tuple[Stage, list[str]]]
+
+
+def _as_given(stage: Callable[..., int], arguments: Sequence[str]) -> tuple[Stage, list[str]]:
+    return stage, list(arguments)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what it runs, and what it takes and leaves."""
+    """A subcommand: what it runs, and what it takes and leaves.
+
+    ``prepare`` takes out of the arguments what is not Hydra's and binds it to the stage.
+    """
 
     name: str
     stage: Stage
     reads: str
     writes: str
+    prepare: Prepare = _as_given
 
 
 COMMANDS = (
@@ -26,6 +37,13 @@ COMMANDS = (
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
     Command("validate", stages.run_validate, "head/, target", "parity.json"),
     Command("export", stages.run_export, "head/, target", "export/"),
+    Command(
+        "generate",
+        generate.run_generate,
+        "head/, target, a prompt",
+        "nothing: prints the answer",
+        generate.take_prompt,
+    ),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
 )
 
@@ -47,8 +65,9 @@ def main() -> None:
         hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(names)}"
         sys.stderr.write(f"mtp: {name}: unknown command; {hint}\n")
         sys.exit(2)
+    stage, rest = command.prepare(command.stage, rest)
     sys.argv = [f"mtp {name}", *rest]
-    run_command(command.name, command.stage)
+    run_command(command.name, stage)
 
 
 def _print_overview() -> None:

@@ -160,6 +160,19 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class GenerateConfig:
+    """`mtp generate`: one prompt, streamed. The prompt itself is an argument, not a setting."""
+
+    k: int = 0  # drafted tokens per step; 0 = validate.k
+    max_tokens: int = 256
+    temperature: float = 0.0
+    raw: bool = False  # the prompt as it is, without the chat template
+    head: str = ""  # head directory; empty = the run's, and plain text where there is none
+    compare: bool = True  # time plain decoding of the same tokens
+    json: bool = False  # one JSON object instead of a stream
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -176,3 +189,4 @@ class Config:
     validate: ValidateConfig = ValidateConfig()
     export: ExportConfig = ExportConfig()
     report: ReportConfig = ReportConfig()
+    generate: GenerateConfig = GenerateConfig()

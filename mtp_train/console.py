@@ -22,9 +22,9 @@ from rich.progress import (
 from rich.table import Table
 
 
-def make_console(*, is_leader: bool = True) -> Console:
-    """A console on standard output; that of other ranks stays silent."""
-    return Console(highlight=False, quiet=not is_leader)
+def make_console(*, is_leader: bool = True, stderr: bool = False) -> Console:
+    """A console on standard output (or error); that of other ranks stays silent."""
+    return Console(highlight=False, quiet=not is_leader, stderr=stderr)
 
 
 def setup_logging(console: Console, *, level: int = logging.INFO) -> None:

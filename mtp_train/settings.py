@@ -46,6 +46,7 @@ _RULES: tuple[Rule, ...] = (
             "validate.num_prompts",
             "validate.max_tokens",
             "validate.min_drafts",
+            "generate.max_tokens",
         ),
         lambda value: value >= 1,
         "must be at least 1",
@@ -65,6 +66,8 @@ _RULES: tuple[Rule, ...] = (
             "validate.temperature",
             "validate.max_prompts",
             "validate.max_further_prompts",
+            "generate.k",
+            "generate.temperature",
         ),
         lambda value: value >= 0,
         "must not be negative",
@@ -357,11 +360,13 @@ def _check_validation(config: Config) -> None:
     for rung in validate.rungs:
         if rung not in ("P0", "P1", "P2", "P3", "P4", "P5"):
             raise ConfigError(f"validate.rungs: {rung} is unknown; allowed are P0 to P5")
-    if validate.temperature > 0 and runtime.verify == "greedy":
-        raise ConfigError(
-            f"validate.temperature={validate.temperature} with runtime.verify=greedy: greedy "
-            "verification is exact at temperature 0 only; use runtime.verify=keyed or rejection"
-        )
+    for key in ("validate.temperature", "generate.temperature"):
+        temperature = get_field(config, key)
+        if temperature > 0 and runtime.verify == "greedy":
+            raise ConfigError(
+                f"{key}={temperature} with runtime.verify=greedy: greedy verification is exact at "
+                "temperature 0 only; use runtime.verify=keyed or rejection"
+            )
 
 
 def _check_sets(validate: ValidateConfig) -> None:

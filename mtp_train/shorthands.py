@@ -13,6 +13,10 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "data": {"regenerate": "data.regenerate"},
         "export": {"format": "export.format"},
+        "generate": {
+            name: f"generate.{name}"
+            for name in ("k", "max_tokens", "temperature", "raw", "compare", "json")
+        },
         "data_check_render": {"url": "check_render.url"},
     }
 )

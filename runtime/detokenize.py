@@ -21,7 +21,7 @@ _HALF_CHARACTER = "\ufffd"  # what decoders write for bytes that are no characte
 class PieceDecoder:
     """Give it tokens in order; it gives back the text that each one completes.
 
-    ``decode`` turns token ids into text, special tokens included, and tidies nothing up.
+    ``decode`` turns token ids into text and tidies nothing up.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -42,7 +42,9 @@ class PieceDecoder:
 
     def _show(self, text: str) -> str:
         piece = text[len(self._shown) :]
-        self._before, self._pending = self._pending, []
+        # A token without text (a special one that is left out) must not become all there is before.
+        self._before = self._pending if piece else self._before + self._pending
+        self._pending = []
         self._shown = self._decode(self._before)
         return piece
 

@@ -7,7 +7,7 @@ EOS, stop strings and lengths, and frees what is finished. Host lengths are exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
@@ -195,7 +195,7 @@ class Engine:
                 on_finish(generation)
         return [results[request.request_id] for request in requests]
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[TokenEvent]:
+    def stream(self, requests: Sequence[Request]) -> Generator[TokenEvent, None, None]:
         """Decode all requests and yield the tokens of every step as they come.
 
         Closing the iterator aborts what is left.
@@ -317,6 +317,7 @@ class Engine:
                     result.new_ids[:num_new],
                     min(result.num_accepted, num_new),
                     state.finish_reason,
+                    state.steps[-1] if pending.is_speculative else None,
                 )
             )
         return events

@@ -86,12 +86,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """Tokens that one step gave one request. ``num_accepted`` of them were drafted."""
+    """Tokens that one step gave one request.
+
+    The first ``num_accepted`` of them were drafted, at positions 1, 2, … of the draft; the others
+    are the target's own. ``step`` is the verification step, ``None`` where nothing was drafted.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     num_accepted: int
     finish_reason: FinishReason | None
+    step: SpecStep | None = None
 
 
 @dataclass(frozen=True)

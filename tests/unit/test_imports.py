@@ -29,6 +29,7 @@ LIGHT_MODULES = (
     "mtp_train.train",
     "mtp_train.validate.__main__",
     "mtp_train.demo",
+    "mtp_train.generate",
 )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from data_prep.token_set import load_token_set
 from mtp_train import stages
@@ -28,32 +26,12 @@ from mtp_train.settings import load_config
 from mtp_train.stages import run_data, run_precompute
 from runtime.models.loader import fingerprint_target
 from runtime.request import HiddenRows
-from tests.unit.runtime.model_fixtures import save_llama
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.unit.cli.byte_target import save_byte_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama over bytes, which ends its turns now and then."""
-    path = tmp_path_factory.mktemp("target") / "model"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: index for index, token in enumerate(specials + alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>"
-    )
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    fast.chat_template = TEMPLATE
-    save_llama(path, vocab_size=len(vocabulary), eos_token_id=2)
-    fast.save_pretrained(path)
-    return path
+    return save_byte_target(tmp_path_factory.mktemp("target") / "model")
 
 
 def make_config(root: Path, target: Path, **data: Any) -> Config:

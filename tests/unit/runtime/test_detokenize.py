@@ -131,3 +131,11 @@ def test_a_decoder_that_looks_far_back_is_split_exactly_all_the_same() -> None:
     pieces = split_text(ids, strange)
     assert "".join(pieces) == strange(ids)
     assert len(pieces) == 6
+
+
+def test_the_space_between_words_survives_a_token_without_text() -> None:
+    tokenizer = sentence_piece()
+    tokenizer.add_special_tokens(["<|end|>"])
+    decoder = PieceDecoder(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
+    ids = tokenizer.encode("ab<|end|> c", add_special_tokens=False).ids
+    assert "".join(decoder.push(i) for i in ids) == tokenizer.decode(ids) == "ab c"

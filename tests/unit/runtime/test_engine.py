@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from runtime.metrics import pool_acceptance
 from runtime.models.loader import Target
-from runtime.request import Request, SamplingParams
+from runtime.request import Request, SamplingParams, SpecStep
 from tests.unit.runtime.engine_fixtures import (
     EOS,
     VOCAB,
@@ -276,6 +276,26 @@ def test_stream_yields_the_tokens_of_generate(target: Target) -> None:
     for event in engine.stream(requests):
         got[event.request_id].extend(event.token_ids)
     assert {name: tuple(ids) for name, ids in got.items()} == want
+
+
+def test_events_carry_the_steps_of_generate(target: Target) -> None:
+    requests = make_requests(3)
+    head = random_head(target)
+    want = {
+        g.request_id: g.steps
+        for g in make_engine(target, head, num_draft_tokens=2).generate(requests)
+    }
+    assert sum(step.num_accepted for steps in want.values() for step in steps) > 0
+    got: dict[str, list[SpecStep]] = {r.request_id: [] for r in requests}
+    lengths = dict.fromkeys(got, 0)
+    for event in make_engine(target, head, num_draft_tokens=2).stream(requests):
+        if event.step is not None:
+            got[event.request_id].append(event.step)
+            assert event.step.start == lengths[event.request_id]
+            accepted = event.step.draft_ids[: event.num_accepted]
+            assert event.token_ids[: event.num_accepted] == accepted
+        lengths[event.request_id] += len(event.token_ids)
+    assert {name: tuple(steps) for name, steps in got.items()} == want
 
 
 @pytest.mark.parametrize(

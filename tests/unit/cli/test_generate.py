@@ -1,0 +1,313 @@
+"""`mtp generate`: the prompt arrives unharmed, the answer is the runtime's, the figures are its."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from mtp_train import cli
+from mtp_train.config import Config
+from mtp_train.generate import run_generate, take_prompt
+from mtp_train.generation import Answer, TimedRun, decode_timed, open_answering
+from mtp_train.generation_report import describe, to_json, token_origins
+from mtp_train.settings import load_config
+from mtp_train.token_colours import TokenPrinter, style_of
+from runtime.head_spec import save_head
+from runtime.models.loader import load_target
+from runtime.request import Request, SamplingParams, SpecStep, TokenEvent
+from tests.unit.cli.byte_target import byte_tokenizer, save_byte_target
+from tests.unit.runtime.engine_fixtures import (
+    StubDraft,
+    head_spec,
+    make_engine,
+    random_head_tensors,
+    tiny_target,
+)
+
+END_OF_TURN = 2
+NASTY = "run.name=x ${oc.env:HOME} 'single' \"double\"\nnew line, [list], {a: b} \\ – ünï"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a random head of it, the latter where run ``tiny`` has its head."""
+    path = tmp_path_factory.mktemp("place")
+    save_byte_target(path / "target")
+    target = load_target(
+        path / "target",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        cache_dir=path / "cache",
+    )
+    spec = head_spec(target)
+    save_head(path / "runs" / "tiny" / "head", spec, random_head_tensors(spec))
+    return path
+
+
+def make_config(place: Path, *, name: str = "tiny", **generate: Any) -> Config:
+    return load_config(
+        {
+            "run": {"name": name, "root": str(place / "runs")},
+            "target": {
+                "path": str(place / "target"),
+                "dtype": "float32",
+                "device": "cpu",
+                "cache_dir": str(place / "cache"),
+            },
+            "data": {},
+            "runtime": {"num_threads": 1},
+            "generate": {"max_tokens": 24} | generate,
+        }
+    )
+
+
+def run_cli(
+    monkeypatch: pytest.MonkeyPatch, place: Path, *arguments: str, name: str = "tiny"
+) -> int | str | None:
+    settings = [
+        f"run.name={name}",
+        f"run.root={place / 'runs'}",
+        f"target.path={place / 'target'}",
+        f"target.cache_dir={place / 'cache'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "runtime.num_threads=1",
+        "generate.max_tokens=6",
+    ]
+    monkeypatch.setattr(sys, "argv", ["mtp", "generate", *arguments, *settings])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("source", ["argument", "standard input"])
+def test_a_prompt_with_any_characters_reaches_the_model(
+    source: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(NASTY + "\n"))
+    given = NASTY if source == "argument" else "-"
+    assert run_cli(monkeypatch, place, given, "json=true", "raw=true") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["prompt"] == NASTY
+    assert printed["prompt_tokens"] == len(NASTY.encode())
+
+
+def test_the_chat_template_is_applied_as_a_server_does(place: Path) -> None:
+    answering = open_answering(make_config(place), "Hi")
+    want = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert answering.tokenizer.decode(answering.prompt_ids, skip_special_tokens=False) == want
+
+
+def test_standard_output_holds_the_answer_and_nothing_else(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(monkeypatch, place, "Hi", "json=true") == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert run_cli(monkeypatch, place, "Hi") == 0
+    printed = capsys.readouterr()
+    assert printed.out.removesuffix("\n") == text.removesuffix("\n")
+    assert "tokens/s" in printed.err
+    assert "τ" in printed.err
+    assert sorted(p.name for p in (place / "runs").rglob("*") if p.is_file()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_without_a_head_the_text_is_plain_and_the_hint_says_how_to_get_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cli(monkeypatch, place, "Hi", name="other") == 0
+    printed = capsys.readouterr()
+    assert "mtp train run.name=other" in printed.err
+    assert "τ" not in printed.err
+    assert run_cli(monkeypatch, place, "Hi") == 0
+    assert capsys.readouterr().out == printed.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head": "/no/such/head"}, r"head=/no/such/head: config\.json is missing"),
+        ({"max_tokens": 5000}, r"generate\.max_tokens=5000: with 21 prompt tokens and K=3"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_by_name(
+    settings: dict[str, Any], message: str, place: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_answering(make_config(place, **settings), "Hi")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [(" \n", "the prompt is empty"), ("a\udcff", "not valid UTF-8")]
+)
+def test_a_prompt_that_is_none_is_refused(prompt: str, message: str, place: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_generate(make_config(place), prompt)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["run.name=mine"], ["experiment=demo", "Why?"], ["--fast"]]
+)
+def test_a_setting_in_place_of_the_prompt_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        take_prompt(run_generate, arguments)
+    assert ended.value.code == 2
+    assert "prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompt", ["- a list item", "x=1", "seed=3 or not?", "--"])
+def test_whatever_else_comes_first_is_the_prompt(prompt: str) -> None:
+    assert take_prompt(run_generate, [prompt, "k=2"])[1] == ["k=2"]
+
+
+def test_options_alone_are_left_to_hydra() -> None:
+    assert take_prompt(run_generate, ["--help"])[1] == ["--help"]
+
+
+def test_figures_are_those_of_the_engine(place: Path) -> None:
+    answering = open_answering(make_config(place, k=2), "Hi")
+    answer = answering.answer(lambda event: None)
+    assert answering.draft_engine is not None
+    sampling = SamplingParams(max_tokens=24)
+    (want,) = answering.draft_engine.generate([Request("x", answering.prompt_ids, sampling)])
+    assert answer.run.output_ids == want.output_ids
+    assert answer.run.steps == want.steps
+    assert answer.acceptance is not None
+    assert answering.k == answer.acceptance.k == 2
+    assert answer.acceptance.num_drafts == len(want.steps) > 0
+    assert answer.plain is not None
+    assert answer.plain.output_ids == want.output_ids
+    assert answer.first_difference is None
+    assert not answer.interrupted
+    assert "; the same tokens" in describe(answer, answering)
+
+
+def test_the_plain_run_has_as_many_tokens_even_where_it_would_have_ended(place: Path) -> None:
+    config = make_config(place, temperature=1.5, max_tokens=150)
+    config = replace(config, runtime=replace(config.runtime, verify="rejection"))
+    for number in range(20):
+        answering = open_answering(config, f"Hi {number}")
+        answer = answering.answer(lambda event: None)
+        assert answer.plain is not None
+        assert len(answer.plain.output_ids) == len(answer.run.output_ids)
+        if END_OF_TURN in answer.plain.output_ids[:-1]:
+            break
+    else:
+        pytest.fail("no plain answer would have ended earlier")
+    assert "rejection sampling draws anew" in describe(answer, answering)
+
+
+def test_ctrl_c_ends_between_two_steps_with_the_figures_so_far(place: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    answering = open_answering(make_config(place, max_tokens=200), "Hi")
+    seen: list[TokenEvent] = []
+
+    def on_event(event: TokenEvent) -> None:
+        seen.append(event)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    answer = answering.answer(on_event)
+    assert answer.interrupted
+    assert answer.plain is None
+    assert answer.run.finish_reason == "abort"
+    assert list(answer.run.output_ids) == [token for event in seen for token in event.token_ids]
+    assert len(seen) == 3
+    assert "stopped" in describe(answer, answering)
+    assert signal.getsignal(signal.SIGINT) is before
+    engine = answering.draft_engine
+    assert engine is not None
+    assert engine.table.allocator.num_free == engine.config.num_pages
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(place: Path) -> None:
+    answering = open_answering(make_config(place), "Hi")
+
+    def on_event(event: TokenEvent) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        answering.answer(on_event)
+
+
+def test_times_are_the_engines_and_origins_are_positions_in_the_draft(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    request = Request("prompt", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True))
+    (plain,) = make_engine(target).generate([request])
+    whole = [*request.prompt_ids, *plain.output_ids]
+    draft = StubDraft(target, {"prompt": whole}, lambda position: position % 4 != 0)
+    draft.engine = make_engine(target, draft, num_draft_tokens=3)
+    run = decode_timed(draft.engine, request.prompt_ids, request.sampling, lambda event: None)
+    assert run.output_ids == plain.output_ids
+    assert run.first_token_s > 0
+    assert run.tokens_per_s == pytest.approx(29 / run.decode_s)
+    origins = token_origins(run)
+    assert origins[0] == 0
+    assert set(origins) == {0, 1, 2, 3}
+    assert sum(origin > 0 for origin in origins) == sum(step.num_accepted for step in run.steps)
+
+
+def test_the_json_object_tells_each_token_apart(place: Path) -> None:
+    answering = open_answering(make_config(place), "Hi")
+    ids = tuple(byte_tokenizer()("aé!")["input_ids"])
+    run = TimedRun(ids, "length", (SpecStep((ids[1], ids[2], 9), 2, 1),), 0.5, 2.0)
+    values = json.loads(to_json(Answer(run, None, None, False), answering))
+    assert values["text"] == "aé!"
+    assert [(token["text"], token["by"], token.get("position")) for token in values["tokens"]] == [
+        ("a", "target", None),
+        ("", "draft", 1),
+        ("é", "draft", 2),
+        ("!", "target", None),
+    ]
+    assert values["tokens_per_s"] == 1.5
+    assert values["speedup"] is None
+
+
+def stream_to(console: Console, text: str, num_accepted: int) -> None:
+    tokenizer = byte_tokenizer()
+    printer = TokenPrinter(console, lambda ids: str(tokenizer.decode(list(ids))))
+    printer.print_legend(console, 2)
+    ids = tuple(tokenizer(text)["input_ids"])
+    printer.write(TokenEvent("x", ids, num_accepted, None))
+    printer.finish()
+
+
+def test_accepted_tokens_are_coloured_by_position_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", _environ={})
+    stream_to(console, "abc", 2)
+    legend, answer, _ = out.getvalue().split("\n")
+    assert answer == "\x1b[32ma\x1b[0m\x1b[36mb\x1b[0mc"
+    assert "\x1b[32m1st\x1b[0m \x1b[36m2nd\x1b[0m" in legend
+    assert style_of(99) == style_of(6) != ""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_colours_there_is_the_text_alone(terminal: bool) -> None:
+    out = io.StringIO()
+    stream_to(Console(file=out, force_terminal=terminal, no_color=True, _environ={}), "a\nbé[b]", 3)
+    assert out.getvalue() == "a\nbé[b]\n"
+
+
+def test_a_terminal_does_not_obey_escape_sequences_of_the_model() -> None:
+    out = io.StringIO()
+    stream_to(Console(file=out, force_terminal=True, no_color=True, _environ={}), "\x1b[2Jx\n", 0)
+    assert out.getvalue() == "\N{REPLACEMENT CHARACTER}[2Jx\n"
+    piped = io.StringIO()
+    stream_to(Console(file=piped, force_terminal=False, _environ={}), "\x1b[2Jx\n", 0)
+    assert piped.getvalue() == "\x1b[2Jx\n"
