@@ -78,9 +78,12 @@ def check(
     figures |= store_figures
     failures += failed
     failures += [f"{path}: no features; run `mtp precompute`" for path in missing_stores]
-    seen = f"{len(stores)} stores" if stores else "no feature store: stored states not looked at"
+    compared = f"{len(sequences)} sequences against the decode path and Hugging Face"
+    seen = "no feature store: stored states not looked at"
+    if stores:
+        seen = f"stored states recomputed ({', '.join(store.path.name for store in stores)})"
     bounds = {"float32_max_gap": max_logprob_gap, "mean_kl": max_kl, "rows_that_differ": 0}
-    note = "; ".join([*failures, seen])
+    note = "; ".join([*failures, compared, seen])
     return RungResult("P0", not failures, figures, bounds, note=note)
 
 

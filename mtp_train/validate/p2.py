@@ -57,7 +57,10 @@ def check(
                 figures[f"{key}_argmax_ulp"], bounds[f"{key}_argmax_ulp"] = ulps, MAX_ULP
                 figures[f"{key}_argmax_differs"] = share
     passed = all(figures[name] <= bound for name, bound in bounds.items())
-    note = f"{len(sequences)} sequences, {num_rows} starts, K={k}"
+    note = (
+        f"training against inference forward of the head, {num_rows} starts in {len(sequences)} "
+        f"sequences, K={k}"
+    )
     return RungResult("P2", passed, figures, bounds, note=note)
 
 

@@ -11,7 +11,7 @@ Shape legend: P prompts, K positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -63,11 +63,12 @@ def check(
         bounds |= limits
         passed = passed and is_close
     name = dtype_name(subject.runtime_dtype)
-    note = f"{len(prompts)} prompts in float32, {len(served)} in {name}"
-    if undecided := figures.get(f"{name}_undecided"):
-        positions = ", ".join(str(j) for j in undecided)
-        note += f", undecided at position {positions} (too few drafts get there)"
-    return RungResult("P3", passed, figures, bounds, note=f"{note}, K={k}, greedy, arg-max drafts")
+    note = f"acceptance replayed by the training forward, K={k}, greedy, arg-max drafts: "
+    note += f"step by step over {len(prompts)} prompts in float32"
+    if subject.runtime_dtype is not torch.float32:
+        note += f", by rate over {len(served)} in {name}"
+        note += _describe_undecided(figures, name, min_drafts)
+    return RungResult("P3", passed, figures, bounds, note=note)
 
 
 def replay_generations(
@@ -128,6 +129,7 @@ def _compare_rates(
         judge_position(gap, interval, num_drafts=count, min_drafts=min_drafts)
         for gap, count, interval in zip(trained - served, reached, intervals, strict=True)
     ]
+    # Indices into the lists above, from 0.
     figures[f"{name}_undecided"] = [j for j, v in enumerate(verdicts) if v == "undecided"]
     return "differs" not in verdicts, figures, bounds
 
@@ -145,6 +147,18 @@ def judge_position(
     if interval.low >= -MAX_GAP and interval.high <= MAX_GAP:
         return "agrees"
     return "undecided"
+
+
+def _describe_undecided(figures: Mapping[str, Any], name: str, min_drafts: int) -> str:
+    """Positions as people count them, from 1; empty when all are decided."""
+    undecided = figures.get(f"{name}_undecided")
+    if not undecided:
+        return ""
+    positions = " and ".join(str(j + 1) for j in undecided)
+    return (
+        f"; undecided at position {positions}: fewer than {min_drafts} drafts get that far, too few "
+        "to tell whether the rates agree"
+    )
 
 
 def _sums(steps: Sequence[ReplayedStep], k: int) -> list[int]:

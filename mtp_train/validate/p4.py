@@ -80,7 +80,11 @@ def check(
         and checked > 0
         and all(figures[name] <= bound for name, bound in bounds.items())
     )
-    note = f"{len(prompts)} prompts, K={k}, keyed at T={KEYED_TEMPERATURE}"
+    note = (
+        f"output with drafts against plain output over {len(prompts)} prompts, K={k}, greedy and "
+        f"keyed (T={KEYED_TEMPERATURE}); rejection sampling against exact probabilities; draft "
+        "state against a recompute"
+    )
     return RungResult("P4", passed, figures, bounds, note=note)
 
 

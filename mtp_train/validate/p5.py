@@ -99,7 +99,11 @@ def check(
                 bounds[f"model_error_k{k}"] = MODEL_TOLERANCE
     is_complete = all(np.isfinite([row.speedup, row.low, row.high]).all() for row in speeds)
     passed = is_complete and all(abs(figures[name]) <= bound for name, bound in bounds.items())
-    note = f"{max_tokens} tokens per request; passed means measured and predicted, not faster"
+    batches = ", ".join(str(size) for size in sorted({cell.batch_size for cell in cells}))
+    note = (
+        f"with drafts against plain at batch {batches}, {max_tokens} tokens per request; passed "
+        "means measured and predicted, not faster"
+    )
     return RungResult("P5", passed, figures, bounds, note=note), tuple(speeds)
 
 

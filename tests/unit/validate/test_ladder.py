@@ -274,3 +274,9 @@ def test_positions_that_few_drafts_reach_are_called_undecided(
     interval = Interval(low, high, 0.99)
     gap = (low + high) / 2
     assert p3.judge_position(gap, interval, num_drafts=num_drafts, min_drafts=100) == verdict
+
+
+def test_the_note_counts_undecided_positions_from_one() -> None:
+    note = p3._describe_undecided({"bfloat16_undecided": [1, 2]}, "bfloat16", 3000)
+    assert "undecided at position 2 and 3: fewer than 3000 drafts" in note
+    assert p3._describe_undecided({"bfloat16_undecided": []}, "bfloat16", 3000) == ""
