@@ -156,8 +156,8 @@ def _describe_undecided(figures: Mapping[str, Any], name: str, min_drafts: int) 
         return ""
     positions = " and ".join(str(j + 1) for j in undecided)
     return (
-        f"; undecided at position {positions}: fewer than {min_drafts} drafts get that far, too few "
-        "to tell whether the rates agree"
+        f"; undecided at position {positions}: fewer than {min_drafts} drafts get that far, too "
+        "few to tell whether the rates agree"
     )
 
 

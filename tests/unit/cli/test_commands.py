@@ -119,7 +119,11 @@ def test_demo_recipe_stays_within_its_token_budget() -> None:
     assert config.run.name == "demo"
     assert 0 < config.data.max_tokens_total <= 250_000
     assert config.features.codec == "fp8_e4m3"
-    assert config.validate.sets == ("mtbench",)
+    assert config.validate.sets[0] == "mtbench"
+    assert config.validate.max_prompts == 0 or config.validate.max_prompts >= 80, (
+        "MT-Bench is whole"
+    )
+    assert 0 < config.validate.max_further_prompts <= 40
 
 
 def test_cfg_job_prints_settings_and_writes_nothing(tmp_path: Path) -> None:
