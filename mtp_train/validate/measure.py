@@ -194,6 +194,21 @@ def tau_interval(generations: Sequence[Generation], k: int, *, level: float = 0.
     )
 
 
+def rate_intervals(
+    generations: Sequence[Generation], k: int, *, level: float = 0.95
+) -> tuple[Interval, ...]:
+    """Prompt-clustered bootstrap intervals of the untrimmed rate of each position."""
+    sums_PS = acceptance_sums(generations, k)
+    return tuple(
+        prompt_interval(sums_PS[:, [0, j]], _second_of_first, level=level) for j in range(1, k + 1)
+    )
+
+
+def _second_of_first(sums_R2: np.ndarray) -> np.ndarray:
+    rates: np.ndarray = np.divide(sums_R2[:, 1], np.maximum(sums_R2[:, 0], 1))
+    return rates
+
+
 def acceptance_sums(
     generations: Sequence[Generation], k: int, *, trimmed: bool = False
 ) -> np.ndarray:

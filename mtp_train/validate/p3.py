@@ -50,14 +50,17 @@ def check(
         head=subject.head(torch.float32),
         k=k,
     )
-    wrong, total, drafts = _compare_steps(subject, exact, k)
+    predicted = replay_generations(subject, exact, k, torch.float32)
+    wrong, total, drafts = _compare_steps(predicted, exact, k)
     figures: dict[str, Any] = {"float32_steps": total, "float32_steps_that_differ": wrong}
     figures["float32_drafts_that_differ"] = drafts
     skipped = sum(len(undrafted_tokens(generation)) for generation in exact)
     figures["float32_tokens_without_draft"] = skipped
     bounds: dict[str, Any] = {"float32_steps_that_differ": 0, "float32_tokens_without_draft": 0}
     passed = total > 0 and wrong == 0 and skipped == 0
-    if subject.runtime_dtype is not torch.float32:
+    if subject.runtime_dtype is torch.float32:
+        figures |= _rate_figures("float32", _all_sums(predicted, k), _served_sums(exact, k), k)
+    else:
         is_close, more, limits = _compare_rates(subject, served, k, min_drafts)
         figures |= more
         bounds |= limits
@@ -88,10 +91,9 @@ def replay_generations(
 
 
 def _compare_steps(
-    subject: Subject, generations: Sequence[Generation], k: int
+    predicted: Sequence[Sequence[ReplayedStep]], generations: Sequence[Generation], k: int
 ) -> tuple[int, int, int]:
-    """Steps that differ, steps in all, and single drafts that differ, in fp32."""
-    predicted = replay_generations(subject, generations, k, torch.float32)
+    """Steps that differ, steps in all, and single drafts that differ."""
     wrong = total = drafts = 0
     for ours, generation in zip(predicted, generations, strict=True):
         theirs = trimmed_steps(generation, k)
@@ -113,25 +115,41 @@ def _compare_rates(
     if num_drafts < min_drafts or not generations:
         return False, figures, bounds
     predicted = replay_generations(subject, generations, k, subject.runtime_dtype)
-    ours = np.array([_sums(steps, k) for steps in predicted])
-    theirs = np.array([_sums(trimmed_steps(g, k), k) for g in generations])
+    ours, theirs = _all_sums(predicted, k), _served_sums(generations, k)
+    figures |= _rate_figures(name, ours, theirs, k)
+    gaps = figures[f"{name}_gap"]
     both = np.concatenate([ours, theirs], axis=1)
-    trained = _conditional(ours.sum(0)[None])[0]
-    served = _conditional(theirs.sum(0)[None])[0]
-    figures[f"{name}_training"] = trained.tolist()
-    figures[f"{name}_runtime"] = served.tolist()
-    figures[f"{name}_gap"] = (trained - served).tolist()
     level = 1 - (1 - FAMILY_LEVEL) / k  # Bonferroni over positions
     intervals = [prompt_interval(both, partial(_gap_at, k, j), level=level) for j in range(k)]
     figures[f"{name}_gap_interval"] = [[i.low, i.high] for i in intervals]
     reached = theirs.sum(0)[:-1]  # drafts that position j was decided for
     verdicts = [
         judge_position(gap, interval, num_drafts=count, min_drafts=min_drafts)
-        for gap, count, interval in zip(trained - served, reached, intervals, strict=True)
+        for gap, count, interval in zip(gaps, reached, intervals, strict=True)
     ]
     # Indices into the lists above, from 0.
     figures[f"{name}_undecided"] = [j for j, v in enumerate(verdicts) if v == "undecided"]
     return "differs" not in verdicts, figures, bounds
+
+
+def _rate_figures(name: str, ours: np.ndarray, theirs: np.ndarray, k: int) -> dict[str, Any]:
+    """Both sides' conditional rates, their gap, and both sides' tau with its 95 % interval.
+
+    ``ours`` and ``theirs``: sums per prompt, ``[P, 1 + K]``.
+    """
+    trained = _conditional(ours.sum(0)[None])[0]
+    served = _conditional(theirs.sum(0)[None])[0]
+    figures: dict[str, Any] = {
+        f"{name}_prompts": len(ours),
+        f"{name}_training": trained.tolist(),
+        f"{name}_runtime": served.tolist(),
+        f"{name}_gap": (trained - served).tolist(),
+    }
+    for side, sums in (("training", ours), ("runtime", theirs)):
+        interval = prompt_interval(sums, _tau)
+        figures[f"{name}_{side}_tau"] = float(_tau(sums.sum(0)[None])[0])
+        figures[f"{name}_{side}_tau_interval"] = [interval.low, interval.high]
+    return figures
 
 
 def judge_position(
@@ -159,6 +177,21 @@ def _describe_undecided(figures: Mapping[str, Any], name: str, min_drafts: int) 
         f"; undecided at position {positions}: fewer than {min_drafts} drafts get that far, too "
         "few to tell whether the rates agree"
     )
+
+
+def _all_sums(predicted: Sequence[Sequence[ReplayedStep]], k: int) -> np.ndarray:
+    """:func:`_sums` of every prompt, ``[P, 1 + K]``."""
+    return np.array([_sums(steps, k) for steps in predicted])
+
+
+def _served_sums(generations: Sequence[Generation], k: int) -> np.ndarray:
+    return _all_sums([trimmed_steps(generation, k) for generation in generations], k)
+
+
+def _tau(sums: np.ndarray) -> np.ndarray:
+    """Tokens per step ``[R]`` of sums ``[R, 1 + K]``."""
+    tau: np.ndarray = 1 + sums[:, 1:].sum(1) / np.maximum(sums[:, 0], 1)
+    return tau
 
 
 def _sums(steps: Sequence[ReplayedStep], k: int) -> list[int]:

@@ -45,6 +45,7 @@ class AcceptanceResult:
     tau_low: float = math.nan
     tau_high: float = math.nan
     tau_level: float = 0.95
+    rate_intervals: tuple[tuple[float, float], ...] = ()  # of each position, at the same level
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ class SpeedResult:
 
     ``predicted`` is the cost model's speed-up, ``emitted_per_step / (1 + K c + v)``, with ``c``
     (one more drafted token) and ``v`` (verifying and extending) measured beforehand, in plain
-    steps. The interval is over ``groups`` of prompts, where there are fewer than four over single
-    runs (``repeats`` of each group).
+    steps.
     """
 
     prompt_set: str
@@ -126,8 +126,6 @@ class SpeedResult:
     plain: DecodeSpeed
     level: float = 0.95
     context_len: int = 0  # 0: the prompts as they are; else tokens of every prompt
-    groups: int = 1
-    repeats: int = 1
 
     @property
     def model_error(self) -> float:
@@ -144,8 +142,6 @@ class SpeedResult:
             "low": self.low,
             "high": self.high,
             "level": self.level,
-            "groups": self.groups,
-            "repeats": self.repeats,
             "emitted_per_step": self.emitted_per_step,
             "predicted": self.predicted,
             "model_error": self.model_error,
@@ -203,6 +199,7 @@ class LadderReport:
                     "max_tokens": row.max_tokens,
                     "tau_interval": [row.tau_low, row.tau_high],
                     "tau_level": row.tau_level,
+                    "rate_intervals": [list(interval) for interval in row.rate_intervals],
                     **row.counts.to_dict(),
                 }
                 for row in self.acceptance
