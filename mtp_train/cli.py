@@ -35,7 +35,7 @@ COMMANDS = (
     Command("data", stages.run_data, "prompts, conversations", "data/"),
     Command("precompute", stages.run_precompute, "data/, target", "features/"),
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
-    Command("validate", stages.run_validate, "head/, target", "parity.json"),
+    Command("validate", stages.run_validate, "head/, target", "parity.json, report.html"),
     Command("export", stages.run_export, "head/, target", "export/"),
     Command(
         "generate",
@@ -44,6 +44,7 @@ COMMANDS = (
         "nothing: prints the answer",
         generate.take_prompt,
     ),
+    Command("report", stages.run_report, "what is there of the run", "report.html"),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
 )
 

@@ -6,16 +6,15 @@ its own. The summary holds figures of ``parity.json`` and times of ``events.json
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.app import run_command
 from mtp_train.config import Config
-from mtp_train.events import read_events
+from mtp_train.events import read_events, stage_attempts
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
-from mtp_train.stages import run_data, run_precompute, run_train, run_validate
+from mtp_train.stages import run_data, run_precompute, run_report, run_train, run_validate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +50,7 @@ def run_demo(config: Config, stages: Stages = STAGES) -> int:
     )
     write_json_atomic(run.summary_file, summary)
     show_summary(console, summary, run.summary_file)
+    run_report(config)  # again: stages after the validation have left their records
     return code
 
 
@@ -90,6 +90,7 @@ def summarise(
             "head": str(run.head),
             "parity": str(run.parity_file),
             "events": str(run.events_file),
+            "report": str(run.report_file),
         },
     }
 
@@ -99,19 +100,8 @@ def stage_seconds(events_file: Path) -> dict[str, float]:
 
     An attempt that was killed counts up to the last thing it logged.
     """
-    spans: dict[str, list[list[datetime.datetime]]] = {name: [] for name, _ in STAGES}
-    for event in read_events(events_file):
-        if event["stage"] not in spans:
-            continue
-        attempts = spans[event["stage"]]
-        time = datetime.datetime.fromisoformat(event["time"])
-        if event["event"] == "stage_started" or not attempts:
-            attempts.append([time, time])
-        attempts[-1][1] = time
-    return {
-        name: sum((end - start).total_seconds() for start, end in attempts)
-        for name, attempts in spans.items()
-    }
+    attempts = stage_attempts(read_events(events_file))
+    return {name: sum(attempt.seconds for attempt in attempts.get(name, ())) for name, _ in STAGES}
 
 
 def show_summary(console: Console, summary: Mapping[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -85,6 +85,32 @@ def read_events(
             if event is not None and record.get("event") != event:
                 continue
             yield record
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One start of a stage, up to its end or, where it was killed, the last thing it logged."""
+
+    start: datetime.datetime
+    end: datetime.datetime
+    is_finished: bool
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start).total_seconds()
+
+
+def stage_attempts(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Attempt]]:
+    """The attempts of every stage that logged anything, in order of the first ones."""
+    found: dict[str, list[Attempt]] = {}
+    for event in events:
+        time = datetime.datetime.fromisoformat(event["time"])
+        attempts = found.setdefault(event["stage"], [])
+        if event["event"] == "stage_started" or not attempts:
+            attempts.append(Attempt(time, time, is_finished=False))
+        is_finished = attempts[-1].is_finished or event["event"] == "stage_finished"
+        attempts[-1] = Attempt(attempts[-1].start, time, is_finished)
+    return found
 
 
 def to_jsonable(value: Any) -> Any:

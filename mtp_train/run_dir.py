@@ -83,16 +83,16 @@ class RunDirectory:
         return self.root / "parity.json"
 
     @property
-    def rungs_file(self) -> Path:
-        return self.root / "rungs.json"
-
-    @property
     def samples_file(self) -> Path:
         return self.root / "samples.json"
 
     @property
     def validate_file(self) -> Path:
         return self.root / "validate.json"
+
+    @property
+    def report_file(self) -> Path:
+        return self.root / "report.html"
 
     @property
     def summary_file(self) -> Path:

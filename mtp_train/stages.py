@@ -129,7 +129,7 @@ def run_validate(config: Config) -> int:
         record = run_on_leader(scope.group, lambda: LadderRecord.open(config, device=device))
         passed = record.stored_verdict
         if passed is None:
-            report = run(config, group=scope.group, journal=record.journal)
+            report = run(config, group=scope.group)
             run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
             passed = report.passed
         else:
@@ -137,6 +137,8 @@ def run_validate(config: Config) -> int:
                 f"validate: {scope.run.parity_file} is of this head and these settings "
                 f"({'passed' if passed else 'FAILED'}); nothing to do"
             )
+    if scope.group.is_leader:
+        run_report(config)  # after the verdict was shown and kept: it must not depend on this
     return 0 if passed else 1
 
 
@@ -164,6 +166,18 @@ def run_export(config: Config) -> int:
             files=report.record.own_sha256,
         )
         scope.console.print(stage.describe(outcome, config), markup=False, soft_wrap=True)
+    return 0
+
+
+def run_report(config: Config) -> int:
+    """The run's records as one HTML file. Reads files only; nothing of the run is changed."""
+    from mtp_train.console import make_console
+    from mtp_train.report.page import write_page
+
+    run = RunDirectory.from_config(config)
+    write_page(run.root, run.report_file, config.report)
+    size = run.report_file.stat().st_size
+    make_console().print(f"report: {run.report_file} ({size / 1000:,.0f} kB)")
     return 0
 
 

@@ -30,6 +30,7 @@ LIGHT_MODULES = (
     "mtp_train.validate.__main__",
     "mtp_train.demo",
     "mtp_train.generate",
+    "mtp_train.report.page",
 )
 
 

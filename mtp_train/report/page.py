@@ -1,0 +1,226 @@
+"""The page: facts judged, drawn and put into the template. One file, no request to anywhere.
+
+A content security policy names the hash of the one script, so that text which slipped through
+escaping could still not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from mtp_train.config import ReportConfig
+from mtp_train.report import formats
+from mtp_train.report.acceptance_panels import acceptance_panels
+from mtp_train.report.facts import Acceptance, Prediction, RunFacts, Sample, Texts, TrainingRow
+from mtp_train.report.reader import read_run
+from mtp_train.report.run_panels import run_panels, training_panels
+from mtp_train.report.speed_panels import concurrency_panel, speed_panels
+from mtp_train.report.verdict import best_speed, judge, main_acceptance
+from mtp_train.report.view import NOT_MEASURED, Section, Tile
+from mtp_train.run_dir import write_text_atomic
+
+
+def write_page(root: Path, file: Path, config: ReportConfig) -> None:
+    """Render the run at ``root`` into ``file``.
+
+    Raises ``ValueError`` when there is no run, or naming a damaged file of it.
+    """
+    facts = read_run(root, max_samples=config.max_samples if config.samples else 0)
+    write_text_atomic(file, render(facts, shows_texts=config.samples))
+
+
+def render(facts: RunFacts, *, shows_texts: bool, now: datetime.datetime | None = None) -> str:
+    """The HTML. ``now`` is what the footer says."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("mtp_train.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = _asset("page.js")
+    written = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
+    html = environment.get_template("report.html.j2").render(
+        facts=facts,
+        verdict=judge(facts),
+        tiles=_tiles(facts),
+        concurrency=concurrency_panel(facts.parity),
+        sections=_sections(facts),
+        samples=[_SampleView.of(sample) for sample in facts.texts.samples],
+        training_row=facts.texts.training_row,
+        training_spans=_spans(facts.texts.training_row),
+        positions=_positions(facts.texts),
+        shows_texts=shows_texts,
+        formats=formats,
+        style=_asset("page.css"),
+        script=script,
+        script_hash=_csp_hash(script),
+        written=written,
+    )
+    return html.encode("utf-8", "replace").decode()  # lone surrogates cannot be written
+
+
+@dataclass(frozen=True)
+class _SampleView:
+    """A sample with the shares of its tokens by origin."""
+
+    sample: Sample
+    shares: str
+
+    @classmethod
+    def of(cls, sample: Sample) -> _SampleView:
+        counts = Counter(token.position for token in sample.tokens)
+        total = max(len(sample.tokens), 1)
+        parts = [
+            f"position {position}: {formats.share(counts[position] / total, 0)}"
+            for position in sorted(counts)
+            if position
+        ]
+        parts.append(f"target: {formats.share(counts[0] / total, 0)}")
+        return cls(sample, f"{len(sample.tokens):,} tokens · " + " · ".join(parts))
+
+
+def _sections(facts: RunFacts) -> tuple[Section, ...]:
+    return (
+        Section(
+            "acceptance",
+            "Acceptance",
+            acceptance_panels(facts.parity),
+            "How many of the drafted tokens the target keeps.",
+        ),
+        Section(
+            "speed",
+            "Speed and memory",
+            speed_panels(facts.parity),
+            "What that is worth in time, by batch size and context, and what it costs.",
+        ),
+        Section(
+            "training",
+            "Training",
+            training_panels(facts.logbook),
+            "Loss from the trainer; acceptance from the inference runtime.",
+        ),
+        Section("run", "The run", run_panels(facts.logbook, facts.stores)),
+    )
+
+
+def _tiles(facts: RunFacts) -> tuple[Tile, ...]:
+    parity = facts.parity
+    prediction = parity.prediction
+    measured = main_acceptance(parity, k=prediction.k if prediction else None)
+    return (
+        _predicted_tile(prediction),
+        _measured_tile(measured),
+        _served_tile(facts),
+        _speed_tile(facts),
+    )
+
+
+def _predicted_tile(prediction: Prediction | None) -> Tile:
+    title = "Predicted by training"
+    if prediction is None:
+        return Tile(title, NOT_MEASURED, details=("rung P3",))
+    tau = prediction.predicted_tau
+    return Tile(
+        title,
+        formats.decimal(tau.value),
+        "tokens per step",
+        formats.interval(tau) if tau.has_interval else "interval not recorded",
+        (
+            f"{formats.set_name(prediction.prompt_set)} · K = {prediction.k} · "
+            f"{formats.decoding(0, 'argmax')}",
+            f"{prediction.num_drafts:,} drafts, {prediction.num_prompts:,} prompts · "
+            f"{prediction.dtype}",
+        ),
+    )
+
+
+def _measured_tile(row: Acceptance | None) -> Tile:
+    title = "Measured in the runtime"
+    if row is None:
+        return Tile(title, NOT_MEASURED)
+    return Tile(
+        title,
+        formats.decimal(row.tau.value),
+        "tokens per step",
+        formats.interval(row.tau),
+        (
+            f"{formats.set_name(row.prompt_set)} · K = {row.k} · "
+            f"{formats.decoding(row.temperature, row.draft_mode)}",
+            f"{row.num_drafts:,} drafts, {row.num_prompts:,} prompts",
+        ),
+    )
+
+
+def _served_tile(facts: RunFacts) -> Tile:
+    title = "Served by the engine"
+    served = max(facts.parity.served, key=lambda row: (row.num_drafts, row.k), default=None)
+    if served is None:
+        rung = next((rung for rung in facts.parity.rungs if rung.name == "P6"), None)
+        if rung is None or rung.passed is None:
+            return Tile(title, "not run", details=("rung P6: mtp validate engine=vllm",))
+        return Tile(title, "passed" if rung.passed else "FAILED", details=(rung.note,))
+    return Tile(
+        title,
+        formats.decimal(served.tau.value),
+        "tokens per step",
+        formats.interval(served.tau) if served.tau.has_interval else "",
+        (
+            f"{served.engine} · K = {served.k} · {served.dtype}",
+            f"{served.num_drafts:,} drafts"
+            + (
+                f" · runtime {formats.decimal(served.runtime_tau)}"
+                if served.runtime_tau is not None
+                else ""
+            ),
+        ),
+    )
+
+
+def _speed_tile(facts: RunFacts) -> Tile:
+    title = "Speed-up at its best"
+    best = best_speed(facts.parity)
+    if best is None:
+        return Tile(title, NOT_MEASURED, details=("rung P5",))
+    cells = [cell for cell in facts.parity.speed if math.isfinite(cell.speedup.value)]
+    return Tile(
+        title,
+        formats.times(best.speedup.value),
+        "of plain decoding",
+        formats.interval(best.speedup, 2),
+        (
+            f"{formats.set_name(best.prompt_set)} · K = {best.k} · batch {best.batch_size}",
+            f"highest lower end of {len(cells)} cells",
+        ),
+    )
+
+
+def _spans(row: TrainingRow | None) -> list[tuple[str, bool]]:
+    """Neighbouring tokens of equal mask as one text."""
+    groups = itertools.groupby(row.tokens if row else (), key=lambda token: token[1])
+    return [("".join(text for text, _ in group), mask) for mask, group in groups]
+
+
+def _positions(texts: Texts) -> Sequence[int]:
+    drafted = {token.position for sample in texts.samples for token in sample.tokens}
+    return range(1, max([texts.k, *drafted]) + 1)
+
+
+def _asset(name: str) -> str:
+    return (files("mtp_train.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _csp_hash(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
