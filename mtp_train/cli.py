@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mtp_train import demo, generate, stages
 from mtp_train.app import Stage, run_command
+from mtp_train.doctor.command import run_doctor, take_flags
 
 Prepare = Callable[[Callable[..., int], Sequence[str]], tuple[Stage, list[str]]]
 
@@ -45,6 +46,7 @@ COMMANDS = (
         generate.take_prompt,
     ),
     Command("report", stages.run_report, "what is there of the run", "report.html"),
+    Command("doctor", run_doctor, "this machine", "nothing: says what to fix", take_flags),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
 )
 

@@ -173,6 +173,14 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
+class DoctorConfig:
+    """`mtp doctor`: what this machine can do."""
+
+    json: bool = False  # one JSON object instead of a table
+    measure: bool = True  # disk, memory and matrix rates: a few seconds
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -190,3 +198,4 @@ class Config:
     export: ExportConfig = ExportConfig()
     report: ReportConfig = ReportConfig()
     generate: GenerateConfig = GenerateConfig()
+    doctor: DoctorConfig = DoctorConfig()

@@ -253,7 +253,7 @@ def describe_machine() -> dict[str, Any]:
     import psutil
 
     return {
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
         "threads": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -276,7 +276,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """The model name that the system gives."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -13,6 +13,7 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "data": {"regenerate": "data.regenerate"},
         "export": {"format": "export.format"},
+        "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "generate": {
             name: f"generate.{name}"
             for name in ("k", "max_tokens", "temperature", "raw", "compare", "json")

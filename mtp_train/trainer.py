@@ -24,12 +24,13 @@ from mtp_train.targets import open_target
 from mtp_train.train_loop import Trainer, TrainInputs, ignore
 from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
-from runtime.cpu import best_dtype, count_physical_cores, set_threads
+from runtime.cpu import best_dtype, set_threads
 from runtime.models.config import load_config
 from runtime.models.loader import (
     Checkpoint,
     fingerprint_target,
 )
+from runtime.processor import count_physical_cores
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ Shape legend: M rows, O output features, I input features.
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
+
+from runtime.processor import count_physical_cores, processor_flags
 
 logger = logging.getLogger(__name__)
 
@@ -30,38 +30,14 @@ def has_fast_bf16() -> bool:
         probe = getattr(torch.cpu, name, None)
         if probe is None:
             logger.info("torch.cpu.%s is missing: reading the processor's flags instead", name)
-            return not _processor_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
+            return not processor_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
         probes.append(probe)
     return any(probe() for probe in probes)
-
-
-def _processor_flags() -> set[str]:
-    """Feature flags as Linux names them; empty elsewhere."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return {
-        flag
-        for line in lines
-        if line.startswith(("flags", "Features"))
-        for flag in line.partition(":")[2].split()
-    }
 
 
 def best_dtype() -> torch.dtype:
     """bfloat16 where the processor has it, else float32 (emulated bfloat16 is slower than that)."""
     return torch.bfloat16 if has_fast_bf16() else torch.float32
-
-
-def count_physical_cores() -> int:
-    """Physical cores this process may run on (hyper-threads of one core count once)."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    if allowed is None:
-        return os.cpu_count() or 1
-    cores: set[str] = set()
-    for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text().strip() if siblings.is_file() else str(cpu))
-    return max(1, len(cores))
 
 
 def set_threads(num_threads: int) -> int:

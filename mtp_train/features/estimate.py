@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mtp_train.config import Codec
+from mtp_train.console import format_bytes
 from mtp_train.features.codecs import bytes_per_row
 
 _IDS_AND_MASK = 5  # int32 id + bool mask per token
@@ -91,12 +92,3 @@ def check_free_disk(
         f"{format_bytes(disk.total)} and features.min_free_disk_share={min_free_share} must stay "
         f"free, which leaves {format_bytes(max(available, 0))}. To reduce: {'; '.join(advice)}"
     )
-
-
-def format_bytes(count: float) -> str:
-    """``512 B``, ``3.4 MB``, ``1.2 GB`` (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -17,9 +17,10 @@ from mtp_train.features.sources import (
     load_hugging_face,
 )
 from mtp_train.features.target import cache_directory, target_dtype
-from runtime.cpu import count_physical_cores, set_threads
+from runtime.cpu import set_threads
 from runtime.models.base import Model
 from runtime.models.loader import load_target
+from runtime.processor import count_physical_cores
 
 
 @dataclass(frozen=True)

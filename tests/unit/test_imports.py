@@ -31,6 +31,8 @@ LIGHT_MODULES = (
     "mtp_train.demo",
     "mtp_train.generate",
     "mtp_train.report.page",
+    "mtp_train.doctor.__main__",
+    "mtp_train.doctor.driver",
 )
 
 

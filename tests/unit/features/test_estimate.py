@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.features.estimate import DiskUsage, check_free_disk, estimate_size, format_bytes
+from mtp_train.console import format_bytes
+from mtp_train.features.estimate import DiskUsage, check_free_disk, estimate_size
 from tests.unit.features.stores import WIDTH, make_samples, write_store
 
 

@@ -13,10 +13,10 @@ from runtime.cpu import (
     Linear,
     best_dtype,
     can_pack,
-    count_physical_cores,
     has_fast_bf16,
     set_threads,
 )
+from runtime.processor import count_physical_cores
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_a_missing_private_probe_is_replaced_by_the_flags_of_the_processor(
 ):
     monkeypatch.delattr(torch.cpu, name)
     for flags, wanted in (({"avx512_bf16", "fma"}, True), ({"amx_bf16"}, True), ({"fma"}, False)):
-        monkeypatch.setattr(cpu, "_processor_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(cpu, "processor_flags", lambda flags=flags: flags)
         with caplog.at_level(logging.INFO):
             assert has_fast_bf16() is wanted
         assert name in caplog.text
