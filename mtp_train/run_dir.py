@@ -83,6 +83,10 @@ class RunDirectory:
         return self.root / "parity.json"
 
     @property
+    def rungs_file(self) -> Path:
+        return self.root / "rungs.json"
+
+    @property
     def samples_file(self) -> Path:
         return self.root / "samples.json"
 

@@ -129,7 +129,7 @@ def run_validate(config: Config) -> int:
         record = run_on_leader(scope.group, lambda: LadderRecord.open(config, device=device))
         passed = record.stored_verdict
         if passed is None:
-            report = run(config, group=scope.group)
+            report = run(config, group=scope.group, journal=record.journal)
             run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
             passed = report.passed
         else:

@@ -22,6 +22,7 @@ from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
 from mtp_train.validate.breakdown import break_down
+from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.measure import Measured, measure_acceptance, rate_intervals
 from mtp_train.validate.output import write_report
 from mtp_train.validate.prompt_sets import (
@@ -51,18 +52,21 @@ RUNGS = ("P0", "P1", "P2", "P3", "P4", "P5")
 _SEQUENCE_LENS = (200, 64, 150, 33, 90, 120)  # prompt + answer, cut to different lengths
 
 
-def run(config: Config, *, group: ProcessGroup) -> LadderReport:
-    """Climb the rungs of ``config.validate.rungs`` (a collective).
+def run(config: Config, *, group: ProcessGroup, journal: RungJournal | None = None) -> LadderReport:
+    """Climb the rungs of ``config.validate.rungs`` (a collective); those that ``journal`` holds are
+    not climbed again.
 
     Writes the report (:func:`write_report`); the verdict is in it.
     Raises ``ValueError`` for an unknown rung, a head of another target or a missing prompt set.
     """
-    report = _climb_leader_only(config, group) if group.is_leader else None
+    report = _climb_leader_only(config, group, journal) if group.is_leader else None
     shared: LadderReport = group.broadcast_object(report)
     return shared
 
 
-def _climb_leader_only(config: Config, group: ProcessGroup) -> LadderReport:
+def _climb_leader_only(
+    config: Config, group: ProcessGroup, journal: RungJournal | None
+) -> LadderReport:
     unknown = [name for name in config.validate.rungs if name not in RUNGS]
     if unknown:
         raise ValueError(f"validate.rungs: {unknown[0]!r} is unknown; allowed: {', '.join(RUNGS)}")
@@ -85,6 +89,7 @@ def _climb_leader_only(config: Config, group: ProcessGroup) -> LadderReport:
         stores=open_stores(run_dir),
         missing_stores=find_missing_stores(config, run_dir),
         run_dir=run_dir,
+        journal=journal,
     )
     write_report(report, subject.spec, run_dir)
     show_report(report)
@@ -99,6 +104,7 @@ def climb(
     stores: Sequence[FeatureReader] = (),
     missing_stores: Sequence[Path] = (),
     run_dir: RunDirectory | None = None,
+    journal: RungJournal | None = None,
 ) -> LadderReport:
     """Measure acceptance on every set, then climb. The first set also feeds the rungs."""
     settings = config.validate
@@ -107,7 +113,7 @@ def climb(
     sequences = cut_sequences(served)
     prompts = sets[0].prompts
     k, lengths = settings.k, draft_lengths(config)
-    speed: list[SpeedResult] = []
+    speed: list[SpeedResult] = []  # of the rung that is being climbed
 
     def climb_p5() -> RungResult:
         result, rows = p5.check(subject, prompts, draft_lengths=lengths, prompt_set=sets[0].name)
@@ -137,10 +143,18 @@ def climb(
         "P4": lambda: p4.check(subject, _spread(prompts, 16), k=k),
         "P5": climb_p5,
     }
-    results = []
+    if journal is not None and dict(journal.head_sha256) != subject.head_sha256:
+        journal = None  # the head was replaced since: its rungs may not pass for the other's
+    kept = journal.read() if journal is not None else {}
+    finished: list[FinishedRung] = []
     for name in RUNGS:
         if name not in settings.rungs:
             continue
+        if name in kept:
+            logger.info("%s: finished before the ladder was interrupted", name)
+            finished.append(kept[name])
+            continue
+        speed.clear()
         started = time.perf_counter()
         result = replace(rungs[name](), seconds=time.perf_counter() - started)
         logger.info(
@@ -150,14 +164,16 @@ def climb(
             result.seconds,
             result.note,
         )
-        results.append(result)
+        finished.append(FinishedRung(result, tuple(speed)))
+        if journal is not None:
+            journal.write(finished)
     return LadderReport(
         target=subject.target(subject.runtime_dtype).fingerprint,
         head=str(subject.head_path),
         head_sha256=subject.head_sha256,
-        rungs=tuple(results),
+        rungs=tuple(rung.result for rung in finished),
         acceptance=tuple(_describe(item.measured) for item in measured),
-        speed=tuple(speed),
+        speed=tuple(row for rung in finished for row in rung.speed),
         breakdown=tuple(row for item in measured for row in _break_down(item)),
         samples=_samples(measured, k, run_dir) if config.report.samples else None,
     )

@@ -21,6 +21,7 @@ from mtp_train.export.reader import is_export, load_any_head
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, write_json_atomic
+from mtp_train.validate.journal import RungJournal
 from mtp_train.validate.report import LadderReport
 from mtp_train.validate.subject import dtype_name, hash_head
 from runtime.files import sha256_file, write_atomic
@@ -36,11 +37,13 @@ _TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does 
 @dataclass(frozen=True)
 class LadderRecord:
     """The record of one ladder (leader only). ``stored_verdict``: whether it passed; ``None`` when
-    there is no finished report of this head and these settings.
+    there is no finished report of this head and these settings. ``journal`` holds the rungs that an
+    interrupted ladder of them had finished.
     """
 
     record: StageRecord
     stored_verdict: bool | None
+    journal: RungJournal
 
     @classmethod
     def open(cls, config: Config, *, device: torch.device) -> LadderRecord:
@@ -63,10 +66,11 @@ class LadderRecord:
             verdict = None
         if verdict is None:
             record.start()
-        return cls(record, verdict)
+        return cls(record, verdict, RungJournal.of(run.rungs_file, record.fingerprint))
 
     def finish(self, report: LadderReport, parity_file: Path) -> None:
         """Mark the report complete, unless the head was replaced while it was measured."""
+        self.journal.remove()
         if dict(report.head_sha256) != self.record.fingerprint["head"]:
             logger.warning("%s was replaced during validation: validate it again", report.head)
             return

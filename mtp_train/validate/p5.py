@@ -207,6 +207,8 @@ def _compare(measured: CellRuns, k: int, prompt_set: str) -> tuple[SpeedResult, 
         plain=_describe([timing for group in measured.runs[0] for timing in group]),
         level=LEVEL,
         context_len=cell.context_len,
+        groups=cell.num_groups,
+        repeats=cell.repeats,
     )
     entry = {
         **asdict(row.draft),

@@ -109,7 +109,8 @@ class SpeedResult:
 
     ``predicted`` is the cost model's speed-up, ``emitted_per_step / (1 + K c + v)``, with ``c``
     (one more drafted token) and ``v`` (verifying and extending) measured beforehand, in plain
-    steps.
+    steps. The interval is over ``groups`` of prompts, where there are fewer than four over single
+    runs (``repeats`` of each group).
     """
 
     prompt_set: str
@@ -126,6 +127,8 @@ class SpeedResult:
     plain: DecodeSpeed
     level: float = 0.95
     context_len: int = 0  # 0: the prompts as they are; else tokens of every prompt
+    groups: int = 1
+    repeats: int = 1
 
     @property
     def model_error(self) -> float:
@@ -142,6 +145,8 @@ class SpeedResult:
             "low": self.low,
             "high": self.high,
             "level": self.level,
+            "groups": self.groups,
+            "repeats": self.repeats,
             "emitted_per_step": self.emitted_per_step,
             "predicted": self.predicted,
             "model_error": self.model_error,

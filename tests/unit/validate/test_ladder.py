@@ -19,10 +19,11 @@ from mtp_train.run_dir import RunDirectory, read_json
 from mtp_train.stages import run_validate
 from mtp_train.validate import ladder, p3, p4, run
 from mtp_train.validate.bootstrap import Interval
+from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.ladder import climb
 from mtp_train.validate.prompt_sets import PromptSet
 from mtp_train.validate.rejection import GTest
-from mtp_train.validate.report import LadderReport, RungResult
+from mtp_train.validate.report import DecodeSpeed, LadderReport, RungResult, SpeedResult
 from mtp_train.validate.subject import Subject
 from runtime.engine import Engine
 from runtime.head_spec import load_head, save_head
@@ -235,6 +236,67 @@ def test_a_ladder_is_not_climbed_twice_for_the_same_head_and_settings(
     parity_file.write_text("{}")
     run_validate(dataclasses.replace(config, validate=longer))
     assert len(climbed) == 4
+
+
+class Killed(BaseException):
+    """As a signal would: nothing catches it."""
+
+
+def test_a_killed_ladder_goes_on_at_the_rung_it_had_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_subject(tmp_path)
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    climbed: list[str] = []
+
+    def climbs(name: str, result: RungResult) -> RungResult:
+        climbed.append(name)
+        if name == "P3" and climbed.count("P3") == 1:
+            raise Killed
+        return result
+
+    bad = RungResult("P1", False, {"gap": 0.1 + 0.2}, {"gap": 1e-9}, "why")
+    good = RungResult("P3", True)
+    speed = DecodeSpeed(100.0, 1.0, 2.0, 3.0)
+    row = SpeedResult("random", 1, 2, 1.1, 1.0, 1.2, 1.5, 1.2, 0.1, 0.2, speed, speed)
+    monkeypatch.setattr(ladder.p1, "check", lambda *a, **o: climbs("P1", bad))
+    monkeypatch.setattr(ladder.p3, "check", lambda *a, **o: climbs("P3", good))
+    monkeypatch.setattr(
+        ladder.p5, "check", lambda *a, **o: (climbs("P5", RungResult("P5", True)), (row,))
+    )
+    monkeypatch.setattr(ladder, "RUNGS", ("P1", "P5", "P3"))
+    config = make_config(tmp_path, rungs=("P1", "P3", "P5"))
+    run_dir = RunDirectory.from_config(config)
+    with pytest.raises(Killed):
+        run_validate(config)
+    kept = run_dir.rungs_file.read_text()
+    assert not run_dir.parity_file.exists()
+    assert run_validate(config) == 1
+    assert climbed == ["P1", "P5", "P3", "P3"]
+    parity = read_json(run_dir.parity_file)
+    assert parity["rungs"]["P1"]["figures"] == {"gap": 0.1 + 0.2}
+    assert parity["rungs"]["P1"]["note"] == "why"
+    assert parity["rungs"]["P1"]["seconds"] > 0
+    assert not parity["passed"]
+    assert parity["speed"] == [row.to_dict()]
+    assert not run_dir.rungs_file.exists()
+
+    run_dir.rungs_file.write_text(kept)
+    longer = dataclasses.replace(config.validate, max_tokens=21)
+    run_validate(dataclasses.replace(config, validate=longer))  # other settings: all of it
+    assert climbed[4:] == ["P1", "P5", "P3"]
+    assert read_json(run_dir.parity_file)["speed"] == [row.to_dict()], "a rung's rows are its own"
+
+
+def test_a_journal_is_not_used_for_a_head_that_was_replaced_since(place: Path) -> None:
+    config = make_config(place, rungs=("P1",))
+    subject = subject_at(place)
+    journal = RungJournal.of(place / "rungs.json", {"head": {"config.json": "other"}})
+    journal.write([FinishedRung(RungResult("P1", False))])
+    assert journal.read()["P1"].result == RungResult("P1", False)
+    report = climb(config, subject, fake_sets(config, subject), journal=journal)
+    assert report.passed
+    assert not journal.read()["P1"].result.passed, "nor is it written"
 
 
 def test_the_head_explains_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_p5_measures_every_cell(tmp_path: Path) -> None:
         ("random/context24", 2, 2),
     ]
     assert [row.context_len for row in speeds] == [0, 0, 24, 24]
+    assert [(row.groups, row.repeats) for row in speeds] == [(4, 1), (4, 1), (1, 1), (1, 1)]
     assert {"batch1_plain", "batch1_k2", "model_error_k1"} <= set(result.figures)
     assert result.passed == all(
         abs(result.figures[name]) <= bound for name, bound in result.bounds.items()
