@@ -3,8 +3,18 @@ PYTHON ?= python3
 BENCH ?=
 PYTEST_ARGS ?=
 
+GPU ?=
+FLASHINFER ?=
+TORCH_CUDA ?= 13
+TORCH_INDEX ?=
+
 BIN := .venv/bin
-STAMP := .venv/.setup-done
+WITH_GPU := $(filter 1 yes true,$(GPU))
+WITH_FLASHINFER := $(filter 1 yes true,$(FLASHINFER))
+# A CPU set-up does not count as one for a GPU; the other way round it does.
+STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHINFER),-flashinfer)
+comma := ,
+EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 
 .PHONY: help setup demo test lint format types bench clean
 
@@ -16,6 +26,8 @@ help:
 	@echo "make format   rewrite the files as 'make lint' wants them"
 	@echo "make bench    benchmarks; BENCH=name for one"
 	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
+	@echo "make setup GPU=1   the same for NVIDIA devices (driver 580.65.06 or newer); FLASHINFER=1 adds FlashInfer;"
+	@echo "              TORCH_CUDA=12 TORCH_INDEX=URL take another CUDA's build of torch from another index"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 	@echo "PYTHON=python3.12 make ...   another interpreter (3.11 or newer)"
 
@@ -26,15 +38,17 @@ setup: $(STAMP)
 $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: PYTHON=python3.11 make setup" >&2; exit 1; }
+	$(if $(WITH_GPU),$(PYTHON) -m mtp_train.doctor.driver $(TORCH_CUDA))
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(if $(WITH_GPU),$(BIN)/python -m mtp_train.doctor.driver --torch)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"], sep="\n")' \
 		| $(BIN)/pip install --quiet --no-deps -r /dev/stdin
 	@if [ -f tests/fixtures/fetch_tokenizers.py ]; then \
 		$(BIN)/python tests/fixtures/fetch_tokenizers.py || \
 		echo "template tests of other model families will be skipped" >&2; fi
-	@touch $@
+	@touch .venv/.setup-done $@
 
 demo: setup
 	$(BIN)/mtp demo
