@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BENCH ?=
 PYTEST_ARGS ?=
+RUN ?= runs/demo
 
 GPU ?=
 FLASHINFER ?=
@@ -16,11 +17,13 @@ STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHIN
 comma := ,
 EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 
-.PHONY: help setup demo test lint format types bench clean
+.PHONY: help setup demo test browser picture lint format types bench clean
 
 help:
 	@echo "make demo     train and measure a head for a small real model (15 minutes, two cores)"
 	@echo "make test     all tests that need no GPU"
+	@echo "make browser  the report's tests in a headless Chromium, which has to be there"
+	@echo "make picture  docs/report.png, from the report of RUN (runs/demo)"
 	@echo "make lint     ruff: rules and format; spelling"
 	@echo "make types    mypy"
 	@echo "make format   rewrite the files as 'make lint' wants them"
@@ -55,6 +58,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+browser: setup
+	$(BIN)/python -m pytest -m browser tests/browser
+
+picture: setup
+	$(BIN)/mtp report run.root=$(dir $(RUN)) run.name=$(notdir $(RUN))
+	$(BIN)/python -m tests.browser.picture $(RUN)/report.html docs/report.png
 
 lint: setup
 	$(BIN)/ruff check .

@@ -120,6 +120,8 @@ class Speed:
     verify_cost: float | None = None  # v
     draft: DecodeSpeed = DecodeSpeed()
     plain: DecodeSpeed = DecodeSpeed()
+    num_groups: int | None = None  # batches of requests
+    num_repeats: int | None = None  # runs of each
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ def raw(value: object) -> str:
 
 def set_name(prompt_set: str) -> str:
     """The prompt set as people write it."""
-    return _SET_NAMES.get(prompt_set, prompt_set)
+    name, _, part = prompt_set.partition("/")
+    shown = _SET_NAMES.get(name, name)
+    return f"{shown}, {part.replace('turn', 'turn ')}" if part else shown
 
 
 def decoding(temperature: float, draft_mode: str) -> str:

@@ -10,7 +10,6 @@ import base64
 import datetime
 import hashlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from mtp_train.report.facts import Acceptance, Prediction, RunFacts, Sample, Tex
 from mtp_train.report.reader import read_run
 from mtp_train.report.run_panels import run_panels, training_panels
 from mtp_train.report.speed_panels import concurrency_panel, speed_panels
-from mtp_train.report.verdict import best_speed, judge, main_acceptance
+from mtp_train.report.verdict import best_speed, judge, main_acceptance, measured_cells
 from mtp_train.report.view import NOT_MEASURED, Section, Tile
 from mtp_train.run_dir import write_text_atomic
 
@@ -193,7 +192,10 @@ def _speed_tile(facts: RunFacts) -> Tile:
     best = best_speed(facts.parity)
     if best is None:
         return Tile(title, NOT_MEASURED, details=("rung P5",))
-    cells = [cell for cell in facts.parity.speed if math.isfinite(cell.speedup.value)]
+    cells = measured_cells(facts.parity)
+    runs = ""
+    if best.num_groups is not None and best.num_repeats is not None:
+        runs = f" · {best.num_groups * best.num_repeats} runs each way"
     return Tile(
         title,
         formats.times(best.speedup.value),
@@ -201,7 +203,7 @@ def _speed_tile(facts: RunFacts) -> Tile:
         formats.interval(best.speedup, 2),
         (
             f"{formats.set_name(best.prompt_set)} · K = {best.k} · batch {best.batch_size}",
-            f"highest lower end of {len(cells)} cells",
+            f"highest lower end of {len(cells)} cells{runs}",
         ),
     )
 

@@ -186,6 +186,8 @@ def _speed(row: Mapping[str, Any], figures: Mapping[str, Any]) -> Speed:
         verify_cost=number(cost.get("v")),
         draft=_decode_speed(entry),
         plain=_decode_speed(mapping(row.get("plain", figures.get(f"{cell}_plain")))),
+        num_groups=whole(row.get("groups")),
+        num_repeats=whole(row.get("repeats")),
     )
 
 

@@ -67,7 +67,7 @@ def concurrency_panel(parity: Parity) -> Panel:
     lead = (
         f"Tokens/s with the draft over tokens/s without, on {formats.set_name(best.prompt_set)}. "
         f"Bars: {formats.level(best.speedup)} intervals. Ring: the best K at that concurrency, by "
-        "the lower end."
+        "the lower end. Runs: batches of requests times runs of each."
     )
     return Panel(title, lead, drawing, _speed_table(parity.speed))
 
@@ -220,7 +220,7 @@ def _cost_table(cells: Sequence[Speed]) -> Table:
 
 
 def _speed_table(cells: Sequence[Speed]) -> Table:
-    columns = ("cell", "K", "speed-up", "interval", "tok/s without", "tok/s with")
+    columns = ("cell", "K", "speed-up", "interval", "tok/s without", "tok/s with", "runs")
     return Table(
         columns,
         tuple(
@@ -231,10 +231,18 @@ def _speed_table(cells: Sequence[Speed]) -> Table:
                 formats.interval(cell.speedup, 2),
                 formats.decimal(cell.plain.tokens_per_s, 1),
                 formats.decimal(cell.draft.tokens_per_s, 1),
+                _runs(cell) or formats.ABSENT,
             )
             for cell in cells
         ),
     )
+
+
+def _runs(cell: Speed) -> str:
+    """Batches times runs of each: what the interval is over."""
+    if cell.num_groups is None or cell.num_repeats is None:
+        return ""
+    return f"{cell.num_groups} {formats.TIMES} {cell.num_repeats}"
 
 
 def _latency_table(parity: Parity) -> Panel:
@@ -288,6 +296,7 @@ def _tip(cell: Speed) -> str:
         f"{cell_name(cell)}, K = {cell.k}: {formats.times(cell.speedup.value)} "
         f"{formats.interval(cell.speedup, 2)}; {formats.decimal(cell.plain.tokens_per_s, 1)} → "
         f"{formats.decimal(cell.draft.tokens_per_s, 1)} tokens/s"
+        + (f"; {_runs(cell)} runs" if _runs(cell) else "")
     )
 
 

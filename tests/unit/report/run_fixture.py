@@ -143,6 +143,8 @@ def speed(
         "low": low,
         "high": value + 0.08,
         "level": 0.95,
+        "groups": 8,
+        "repeats": 2,
         "emitted_per_step": 1.6,
         "predicted": value * 0.97,
         "model_error": -0.03,
