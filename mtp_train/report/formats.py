@@ -46,6 +46,16 @@ def interval(figure: Figure | None, digits: int = 3, *, scale: float = 1.0) -> s
     return f"[{decimal(scale * figure.low, digits)}, {decimal(scale * figure.high, digits)}]"
 
 
+def speedup_digits(figure: Figure) -> int:
+    """Three where two would hide on which side of 1 the interval begins."""
+    is_near = figure.low is not None and abs(figure.low - 1) < 0.005
+    return 3 if is_near else 2
+
+
+def speedup_interval(figure: Figure) -> str:
+    return interval(figure, speedup_digits(figure))
+
+
 def level(figure: Figure) -> str:
     return f"{100 * figure.level:g}{_THIN}%"
 

@@ -195,12 +195,12 @@ def _speed_tile(facts: RunFacts) -> Tile:
     cells = measured_cells(facts.parity)
     runs = ""
     if best.num_groups is not None and best.num_repeats is not None:
-        runs = f" · {best.num_groups * best.num_repeats} runs each way"
+        runs = f" · {best.num_groups * best.num_repeats} runs each"
     return Tile(
         title,
         formats.times(best.speedup.value),
         "of plain decoding",
-        formats.interval(best.speedup, 2),
+        formats.speedup_interval(best.speedup),
         (
             f"{formats.set_name(best.prompt_set)} · K = {best.k} · batch {best.batch_size}",
             f"highest lower end of {len(cells)} cells{runs}",

@@ -228,7 +228,7 @@ def _speed_table(cells: Sequence[Speed]) -> Table:
                 cell_name(cell),
                 str(cell.k),
                 formats.times(cell.speedup.value),
-                formats.interval(cell.speedup, 2),
+                formats.speedup_interval(cell.speedup),
                 formats.decimal(cell.plain.tokens_per_s, 1),
                 formats.decimal(cell.draft.tokens_per_s, 1),
                 _runs(cell) or formats.ABSENT,
@@ -294,7 +294,7 @@ def _memory(parity: Parity) -> Panel:
 def _tip(cell: Speed) -> str:
     return (
         f"{cell_name(cell)}, K = {cell.k}: {formats.times(cell.speedup.value)} "
-        f"{formats.interval(cell.speedup, 2)}; {formats.decimal(cell.plain.tokens_per_s, 1)} → "
+        f"{formats.speedup_interval(cell.speedup)}; {formats.decimal(cell.plain.tokens_per_s, 1)} → "
         f"{formats.decimal(cell.draft.tokens_per_s, 1)} tokens/s"
         + (f"; {_runs(cell)} runs" if _runs(cell) else "")
     )

@@ -107,7 +107,7 @@ def _about_speed(facts: RunFacts) -> Iterator[Reason]:
         yield Reason("open", "The speed-up was not measured.")
         return
     where = f"batch {best.batch_size} with K = {best.k}"
-    shown = f"{formats.times(best.speedup.value)} {formats.interval(best.speedup, 2)}"
+    shown = f"{formats.times(best.speedup.value)} {formats.speedup_interval(best.speedup)}"
     if _low(best) > 1:
         yield Reason(
             "for",
@@ -166,11 +166,13 @@ def _sentence(facts: RunFacts) -> str:
     target = facts.target or "the target"
     parts = []
     if best is not None:
+        digits = formats.speedup_digits(best.speedup)
         pace = formats.times(best.speedup.value)
         parts.append(
             f"Drafting {best.k} token{'s' * (best.k > 1)} ahead, {target} decodes {pace} as fast "
             f"as without at batch {best.batch_size} ({formats.level(best.speedup)} interval "
-            f"{formats.decimal(best.speedup.low, 2)} to {formats.decimal(best.speedup.high, 2)})"
+            f"{formats.decimal(best.speedup.low, digits)} to "
+            f"{formats.decimal(best.speedup.high, digits)})"
         )
     if row is not None:
         mode = "greedy" if not row.temperature else f"T = {row.temperature:g}"

@@ -30,13 +30,4 @@
   document.addEventListener("pointerdown", show);
   document.addEventListener("scroll", hide, { passive: true });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-
-  let opened = [];
-  addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
-    opened.forEach((item) => { item.open = true; });
-  });
-  addEventListener("afterprint", () => {
-    opened.forEach((item) => { item.open = false; });
-  });
 })();

@@ -143,7 +143,7 @@ def test_every_part_has_its_figures_with_interval_and_number(tmp_path: Path) -> 
         "1.22× of plain decoding [1.14, 1.30]",
         "slower than plain decoding",
         "best: K = 3, 1.22× at batch 1",
-        "highest lower end of 7 cells · 16 runs each way",
+        "highest lower end of 7 cells · 16 runs each",
         "8 × 2",
         "23,040 B",
         "fp8_e4m3",

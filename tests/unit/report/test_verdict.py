@@ -76,6 +76,7 @@ def test_the_lower_end_decides_and_not_the_value(facts: RunFacts) -> None:
     slow = with_speed(facts, low=0.999, value=1.2)
     assert judge(slow).answer == "no"
     assert "Not shown to be faster: even at its best" in sentences(slow, "against")[0]
+    assert "[0.999, " in sentences(slow, "against")[0]  # rounded to 1.00 it would say nothing
     assert "Slower" in sentences(with_speed(facts, low=0.7, value=0.8), "against")[0]
 
 
