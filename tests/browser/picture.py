@@ -37,7 +37,7 @@ def take_picture(report: Path, picture: Path) -> None:
         page.open(report, width=WIDTH, height=page.evaluate(_END))
         page.evaluate("document.getElementById('theme').hidden = true")
         image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    small = image.quantize(colors=64, dither=Image.Dither.NONE)  # flat colours: nothing is lost
+    small = image.quantize(colors=128, dither=Image.Dither.NONE)  # flat colours: nothing is lost
     content = io.BytesIO()
     small.save(content, format="PNG", optimize=True)
     if len(content.getvalue()) > MAX_BYTES:

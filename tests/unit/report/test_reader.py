@@ -90,6 +90,18 @@ def test_what_a_resumed_run_did_again_counts_once(tmp_path: Path) -> None:
     assert [point.step for point in logbook.validations] == [25, 50, 75, 100]
 
 
+def test_what_lies_behind_the_checkpoint_is_gone_at_once(tmp_path: Path) -> None:
+    def line(event: str, step: int) -> str:
+        head = {"time": "2026-01-01T00:00:00+00:00", "stage": "train", "event": event}
+        return json.dumps(head | {"step": step, "loss": 1.0, "tau": 1.1, "rates": []}) + "\n"
+
+    lines = [line("start", 0), *(line("step", step) for step in (1, 2, 3)), line("validation", 3)]
+    (tmp_path / "events.jsonl").write_text("".join([*lines, line("start", 1)]))
+    logbook = read_run(tmp_path, max_samples=0).logbook
+    assert [point.step for point in logbook.steps] == [1]
+    assert logbook.validations == ()
+
+
 def test_what_was_out_of_the_ordinary_is_told_and_nothing_else(tmp_path: Path) -> None:
     logbook = read_run(write_run(tmp_path / "r"), max_samples=0).logbook
     assert [item.what for item in logbook.happenings] == [
