@@ -292,11 +292,11 @@ def _memory(parity: Parity) -> Panel:
 
 
 def _tip(cell: Speed) -> str:
+    plain, draft = (formats.decimal(part.tokens_per_s, 1) for part in (cell.plain, cell.draft))
+    runs = f"; {_runs(cell)} runs" if _runs(cell) else ""
     return (
         f"{cell_name(cell)}, K = {cell.k}: {formats.times(cell.speedup.value)} "
-        f"{formats.speedup_interval(cell.speedup)}; {formats.decimal(cell.plain.tokens_per_s, 1)} → "
-        f"{formats.decimal(cell.draft.tokens_per_s, 1)} tokens/s"
-        + (f"; {_runs(cell)} runs" if _runs(cell) else "")
+        f"{formats.speedup_interval(cell.speedup)}; {plain} → {draft} tokens/s{runs}"
     )
 
 
