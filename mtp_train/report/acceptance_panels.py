@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from mtp_train.report import formats
@@ -17,7 +17,7 @@ from mtp_train.report.charts import (
     draw_series,
     span,
 )
-from mtp_train.report.facts import Acceptance, Breakdown, Parity, Prediction
+from mtp_train.report.facts import Acceptance, Breakdown, Parity, Prediction, Served
 from mtp_train.report.svg import Scale, linear_scale
 from mtp_train.report.verdict import main_acceptance
 from mtp_train.report.view import Panel, Table
@@ -41,7 +41,7 @@ _DIMENSIONS = (
 def acceptance_panels(parity: Parity) -> tuple[Panel, ...]:
     return (
         _by_position(parity),
-        _all_rows(parity.acceptance),
+        _all_rows(parity),
         *(
             _by_label(parity.breakdown, dimension, title, lead)
             for dimension, title, lead in _DIMENSIONS
@@ -63,6 +63,13 @@ def _by_position(parity: Parity) -> Panel:
             (n for n, row in enumerate(rows) if row.prompt_set == prediction.prompt_set), 0
         )
         series.append(_predicted_series(prediction, number))
+    series += [
+        _served_series(
+            row, next((n for n, one in enumerate(rows) if one.prompt_set == row.prompt_set), 0)
+        )
+        for row in parity.served
+        if row.k == main.k and row.dtype != "float32"
+    ]
     top = max((point.high or point.y for item in series for point in item.points), default=1.0)
     drawing = draw_series(
         series,
@@ -74,12 +81,12 @@ def _by_position(parity: Parity) -> Panel:
     )
     lead = (
         f"Share of drafts whose first tokens were all accepted, K = {main.k}, "
-        f"{formats.decoding(main.temperature, main.draft_mode)}. Hollow: predicted by the training "
-        "forward over the same output."
-        if prediction is not None and prediction.k == main.k
-        else f"Share of drafts whose first tokens were all accepted, K = {main.k}, "
         f"{formats.decoding(main.temperature, main.draft_mode)}."
     )
+    if any(item.name == "predicted" for item in series):
+        lead += " Hollow: predicted by the training forward over the same output."
+    if any(item.name == "served" for item in series):
+        lead += " Triangle: counted by the serving engine."
     return Panel("By position", lead, drawing, _position_table(rows, prediction))
 
 
@@ -104,6 +111,19 @@ def _predicted_series(prediction: Prediction, number: int) -> Series:
         for j, value in enumerate(reached, start=1)
     )
     return Series("predicted", points, number, is_hollow=True, is_joined=False)
+
+
+def _served_series(row: Served, number: int) -> Series:
+    what = f"{row.engine}, {formats.set_name(row.prompt_set)}"
+    points = tuple(
+        Point(
+            float(j),
+            rate,
+            f"{what}, position {j}: {formats.share(rate)}, {row.num_drafts:,} drafts",
+        )
+        for j, rate in enumerate(row.rates, start=1)
+    )
+    return Series("served", points, number, is_hollow=True, is_joined=False, shape="triangle")
 
 
 def _position_table(rows: Sequence[Acceptance], prediction: Prediction | None) -> Table:
@@ -140,9 +160,8 @@ def _position_table(rows: Sequence[Acceptance], prediction: Prediction | None) -
     return Table(columns, tuple(content))
 
 
-def _all_rows(rows: Iterable[Acceptance]) -> Panel:
-    rows = tuple(rows)
-    content = tuple(
+def _all_rows(parity: Parity) -> Panel:
+    content = [
         (
             formats.set_name(row.prompt_set),
             str(row.k),
@@ -153,14 +172,27 @@ def _all_rows(rows: Iterable[Acceptance]) -> Panel:
             formats.count(row.num_drafts),
             formats.count(row.num_prompts),
         )
-        for row in rows
-    )
+        for row in parity.acceptance
+    ]
+    content += [
+        (
+            f"{formats.set_name(row.prompt_set)}, {row.engine} ({row.dtype})",
+            str(row.k),
+            "0",
+            _DRAFTS["argmax"],
+            formats.decimal(row.tau.value),
+            formats.interval(row.tau),
+            formats.count(row.num_drafts),
+            formats.count(row.num_prompts),
+        )
+        for row in parity.served
+    ]
     columns = ("prompts", "K", "T", "drafted by", "τ", "95 % interval", "drafts", "N")
     return Panel(
         "Everything measured",
         "τ = 1 + accepted / verification steps, pooled over prompts, before trimming at the end of "
         "an answer. Intervals resample prompts; N counts them.",
-        table=Table(columns, content, frozenset({0, 3})),
+        table=Table(columns, tuple(content), frozenset({0, 3})),
         is_open=True,
     )
 

@@ -56,6 +56,7 @@ class Series:
     number: int
     is_hollow: bool = False
     is_joined: bool = True
+    shape: Shape | None = None  # instead of the number's
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _draw_one(plot: Plot, item: Series, *, shift: float) -> None:
         if point.is_marked:
             at = plot.at_x(point.x) + shift
             plot.mark_px(at, plot.at_y(point.y), "circle", "ring", size=9)
-        shape = shape_of(item.number)
+        shape = item.shape or shape_of(item.number)
         plot.mark(point.x, point.y, shape, f"{kind} {css}", tip=point.tip, shift=shift)
 
 

@@ -84,15 +84,18 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Served:
-    """Rung P6: acceptance in the user's serving engine at one K and dtype, by its own counters."""
+    """Rung P6: acceptance in the user's serving engine, by its own counters, beside the runtime's
+    over the same prompts. Greedy, arg-max drafts.
+    """
 
-    engine: str
+    engine: str  # with its version
+    prompt_set: str
     dtype: str
     k: int
     num_drafts: int
+    num_prompts: int
     tau: Figure
     rates: tuple[float, ...]
-    runtime_tau: float | None = None
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,12 @@ def _measured_tile(row: Acceptance | None) -> Tile:
 
 def _served_tile(facts: RunFacts) -> Tile:
     title = "Served by the engine"
-    served = max(facts.parity.served, key=lambda row: (row.num_drafts, row.k), default=None)
+    prediction = facts.parity.prediction
+    served = max(
+        facts.parity.served,
+        key=lambda row: (prediction is not None and row.k == prediction.k, row.num_drafts),
+        default=None,
+    )
     if served is None:
         rung = next((rung for rung in facts.parity.rungs if rung.name == "P6"), None)
         if rung is None or rung.passed is None:
@@ -176,13 +181,8 @@ def _served_tile(facts: RunFacts) -> Tile:
         "tokens per step",
         formats.interval(served.tau) if served.tau.has_interval else "",
         (
-            f"{served.engine} · K = {served.k} · {served.dtype}",
-            f"{served.num_drafts:,} drafts"
-            + (
-                f" · runtime {formats.decimal(served.runtime_tau)}"
-                if served.runtime_tau is not None
-                else ""
-            ),
+            f"{served.engine} · {formats.set_name(served.prompt_set)} · K = {served.k}",
+            f"{served.num_drafts:,} drafts, {served.num_prompts:,} prompts · {served.dtype}",
         ),
     )
 

@@ -17,6 +17,7 @@ from mtp_train.report.facts import (
     Prediction,
     Rung,
     RungFigure,
+    Served,
     Speed,
 )
 from mtp_train.report.json_values import mapping, number, numbers, pair, rows, text, whole
@@ -50,6 +51,7 @@ def read_parity(file: Path, head: Path) -> Parity:
         rungs=_rungs(rungs),
         acceptance=acceptance,
         prediction=_prediction(_figures_of(rungs, "P3"), acceptance),
+        served=tuple(_served(row) for row in rows(_figures_of(rungs, "P6").get("served"))),
         speed=tuple(_speed(row, speed_figures) for row in rows(content.get("speed"))),
         breakdown=tuple(_breakdown(row) for row in rows(content.get("breakdown"))),
         target_kv_bytes=whole(speed_figures.get("target_kv_bytes_per_token")),
@@ -103,10 +105,11 @@ def _rung_figures(figures: Mapping[str, Any], bounds: Mapping[str, Any]) -> tupl
 
 
 def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Single figures and plain lists; rows of a table are shown elsewhere."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name} · ")
-        else:
+        elif not rows(value):
             yield f"{prefix}{name}", value
 
 
@@ -160,6 +163,22 @@ def _prediction(
         measured=measured,
         gaps=_figures(gaps, figures.get(f"{dtype}_gap_interval"), 0.99),
         undecided=tuple(round(j) + 1 for j in numbers(figures.get(f"{dtype}_undecided"))),
+    )
+
+
+def _served(row: Mapping[str, Any]) -> Served:
+    drafts = whole(row.get("drafts")) or 0
+    accepted = numbers(row.get("accepted"))
+    rates = numbers(row.get("rates")) or tuple(count / max(drafts, 1) for count in accepted)
+    return Served(
+        engine=text(row.get("engine")),
+        prompt_set=text(row.get("prompt_set")),
+        dtype=text(row.get("dtype")),
+        k=whole(row.get("k")) or len(rates),
+        num_drafts=drafts,
+        num_prompts=whole(row.get("prompts")) or 0,
+        tau=_figure(row.get("tau", 1 + sum(rates)), row.get("tau_interval")),
+        rates=rates,
     )
 
 

@@ -67,7 +67,7 @@ def concurrency_panel(parity: Parity) -> Panel:
     lead = (
         f"Tokens/s with the draft over tokens/s without, on {formats.set_name(best.prompt_set)}. "
         f"Bars: {formats.level(best.speedup)} intervals. Ring: the best K at that concurrency, by "
-        "the lower end. Runs: batches of requests times runs of each."
+        "the lower end."
     )
     return Panel(title, lead, drawing, _speed_table(parity.speed))
 
@@ -220,7 +220,7 @@ def _cost_table(cells: Sequence[Speed]) -> Table:
 
 
 def _speed_table(cells: Sequence[Speed]) -> Table:
-    columns = ("cell", "K", "speed-up", "interval", "tok/s without", "tok/s with", "runs")
+    columns = ("cell", "K", "speed-up", "interval", "tok/s without", "tok/s with", "batches × runs")
     return Table(
         columns,
         tuple(
