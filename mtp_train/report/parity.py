@@ -33,6 +33,7 @@ QUESTIONS = {
     "P5": "Is the speed measured, and does the cost model hold?",
     "P6": "Does the serving engine agree?",
 }
+_NO_FIGURES = ("inputs",)  # what a rung keeps to know itself by
 _CONTEXT = re.compile(r"/context(\d+)$")
 
 
@@ -43,7 +44,7 @@ def read_parity(file: Path, head: Path) -> Parity:
     content = read_json(file)
     rungs = mapping(content.get("rungs"))
     acceptance = tuple(_acceptance(row) for row in rows(content.get("acceptance")))
-    speed_figures = _figures_of(rungs, "P5")
+    speed_figures, engine_figures = _figures_of(rungs, "P5"), _figures_of(rungs, "P6")
     return Parity(
         is_finished=bool(content.get("finished", True)),
         is_stale=_is_stale(content, head),
@@ -51,7 +52,10 @@ def read_parity(file: Path, head: Path) -> Parity:
         rungs=_rungs(rungs),
         acceptance=acceptance,
         prediction=_prediction(_figures_of(rungs, "P3"), acceptance),
-        served=tuple(_served(row) for row in rows(_figures_of(rungs, "P6").get("served"))),
+        served=tuple(
+            _served(row, text(engine_figures.get("engine")))
+            for row in rows(engine_figures.get("sets"))
+        ),
         speed=tuple(_speed(row, speed_figures) for row in rows(content.get("speed"))),
         breakdown=tuple(_breakdown(row) for row in rows(content.get("breakdown"))),
         target_kv_bytes=whole(speed_figures.get("target_kv_bytes_per_token")),
@@ -107,6 +111,8 @@ def _rung_figures(figures: Mapping[str, Any], bounds: Mapping[str, Any]) -> tupl
 def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Single figures and plain lists; rows of a table are shown elsewhere."""
     for name, value in content.items():
+        if name in _NO_FIGURES:
+            continue
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name} · ")
         elif not rows(value):
@@ -166,18 +172,18 @@ def _prediction(
     )
 
 
-def _served(row: Mapping[str, Any]) -> Served:
-    drafts = whole(row.get("drafts")) or 0
-    accepted = numbers(row.get("accepted"))
-    rates = numbers(row.get("rates")) or tuple(count / max(drafts, 1) for count in accepted)
+def _served(row: Mapping[str, Any], engine: str) -> Served:
+    drafts = whole(row.get("drafts_served")) or 0
+    accepted = numbers(row.get("accepted_served"))
+    rates = tuple(count / max(drafts, 1) for count in accepted)
     return Served(
-        engine=text(row.get("engine")),
-        prompt_set=text(row.get("prompt_set")),
+        engine=engine,
+        prompt_set=text(row.get("set")),
         dtype=text(row.get("dtype")),
         k=whole(row.get("k")) or len(rates),
         num_drafts=drafts,
         num_prompts=whole(row.get("prompts")) or 0,
-        tau=_figure(row.get("tau", 1 + sum(rates)), row.get("tau_interval")),
+        tau=_figure(row.get("tau_served", 1 + sum(rates)), row.get("tau_served_interval")),
         rates=rates,
     )
 

@@ -66,3 +66,7 @@ class Section:
     title: str
     panels: tuple[Panel, ...]
     lead: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return all(panel.is_empty for panel in self.panels)

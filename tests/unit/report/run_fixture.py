@@ -67,7 +67,11 @@ def parity(*, passed: bool = True, lower_end: float = 1.08) -> dict[str, Any]:
         "target_kv_bytes_per_token": 23040,
         "draft_kv_bytes_per_token": 768,
     }
-    rungs["P6"]["figures"] |= {"served": served()}
+    rungs["P6"]["figures"] |= {
+        "engine": "vllm 0.32.0",
+        "sets": served(),
+        "inputs": {"head": "ab" * 32},
+    }
     return {
         "passed": passed,
         "target": "4362fad31bd45956d2794297323cb875",
@@ -128,17 +132,17 @@ def acceptance(prompt_set: str, rates: list[float], *, drafts: int) -> dict[str,
 
 def served() -> list[dict[str, Any]]:
     """P6's rows: an engine's own counters."""
-    row = {"engine": "vLLM 0.32.0", "prompt_set": "mtbench", "prompts": 80}
+    row = {"set": "mtbench", "prompts": 80}
     return [
-        row | {"dtype": "float32", "k": 1, "drafts": 700, "accepted": [434], "tau": 1.62},
+        row | {"dtype": "float32", "k": 1, "drafts_served": 700, "accepted_served": [434]},
         row
         | {
             "dtype": "bfloat16",
             "k": 3,
-            "drafts": 6480,
-            "accepted": [3810, 1950, 780],
-            "tau": 2.009,
-            "tau_interval": [1.981, 2.037],
+            "drafts_served": 6480,
+            "accepted_served": [3810, 1950, 780],
+            "tau_served": 2.009,
+            "tau_served_interval": [1.981, 2.037],
         },
     ]
 

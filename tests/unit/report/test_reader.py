@@ -28,7 +28,10 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert facts.parity.draft_kv_bytes == 768
     assert [(row.dtype, row.k) for row in facts.parity.served] == [("float32", 1), ("bfloat16", 3)]
     assert facts.parity.served[1].rates[0] == pytest.approx(3810 / 6480)
-    assert "served" not in [figure.name for figure in facts.parity.rungs[6].figures]
+    assert facts.parity.served[0].tau.value == pytest.approx(1.62)
+    names = [figure.name for figure in facts.parity.rungs[6].figures]
+    assert "engine" in names
+    assert not [name for name in names if name.startswith(("sets", "inputs"))]
     assert next(package.versions for package in facts.stores.packages) == ("2.13.0", "2.14.0")
     assert [store.num_bytes // store.num_tokens for store in facts.stores.features] == [585, 585]
     assert facts.stores.exports[0].commands[0][0] == "vllm"
