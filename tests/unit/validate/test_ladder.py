@@ -195,6 +195,29 @@ def test_unknown_rungs_and_foreign_heads_are_refused(
         run(foreign, group=group)
 
 
+def test_validation_ends_with_a_report_and_a_failing_one_hides_no_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_subject(tmp_path)
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    config = make_config(tmp_path, rungs=("P1",))
+    run_dir = RunDirectory.from_config(config)
+    assert run_validate(config) == 0
+    assert "<h1>Not proven yet</h1>" in run_dir.report_file.read_text()
+
+    def fail(*args: Any) -> None:
+        raise ValueError("no room for the page")
+
+    monkeypatch.setattr("mtp_train.report.page.write_page", fail)
+    longer = dataclasses.replace(config, validate=dataclasses.replace(config.validate, k=3))
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="no room"):
+        run_validate(longer)
+    assert "P1" in capsys.readouterr().out
+    assert read_json(run_dir.parity_file)["passed"]
+    assert read_json(run_dir.validate_file)["finished"]
+
+
 def test_a_ladder_is_not_climbed_twice_for_the_same_head_and_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
