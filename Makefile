@@ -13,15 +13,18 @@ BIN := .venv/bin
 WITH_GPU := $(filter 1 yes true,$(GPU))
 WITH_FLASHINFER := $(filter 1 yes true,$(FLASHINFER))
 # A CPU set-up does not count as one for a GPU; the other way round it does.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.setup-done
 STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHINFER),-flashinfer)
 comma := ,
 EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 
-.PHONY: help setup demo test browser picture lint format types bench clean
+.PHONY: help setup demo test interop browser picture lint format types bench clean
 
 help:
 	@echo "make demo     train and measure a head for a small real model (15 minutes, two cores)"
 	@echo "make test     all tests that need no GPU"
+	@echo "make interop  .venv-vllm with vLLM for CPUs; the tests that serve an exported head in it"
 	@echo "make browser  the report's tests in a headless Chromium, which has to be there"
 	@echo "make picture  docs/report.png, from the report of RUN (runs/demo)"
 	@echo "make lint     ruff: rules and format; spelling"
@@ -31,7 +34,7 @@ help:
 	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
 	@echo "make setup GPU=1   the same for NVIDIA devices (driver 580.65.06 or newer); FLASHINFER=1 adds FlashInfer;"
 	@echo "              TORCH_CUDA=12 TORCH_INDEX=URL take another CUDA's build of torch from another index"
-	@echo "make clean    remove .venv and caches; runs/ stays"
+	@echo "make clean    remove .venv, .venv-vllm and caches; runs/ stays"
 	@echo "PYTHON=python3.12 make ...   another interpreter (3.11 or newer)"
 
 setup: $(STAMP)
@@ -59,6 +62,16 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# An environment of its own: vLLM pins other versions than ours. See constraints-vllm.txt.
+$(VLLM_STAMP): constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install --quiet -c constraints-vllm.txt torch
+	$(VLLM)/bin/pip install --quiet --no-deps -r constraints-vllm.txt
+	@touch $@
+
+interop: setup $(VLLM_STAMP)
+	$(BIN)/python -m pytest -m interop tests/interop $(PYTEST_ARGS)
+
 browser: setup
 	$(BIN)/python -m pytest -m browser tests/browser
 
@@ -82,4 +95,4 @@ bench: setup
 	$(BIN)/python -m tests.bench $(BENCH)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

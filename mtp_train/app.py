@@ -92,6 +92,7 @@ def dump_config(config: Config) -> str:
 
     values = to_jsonable(config)
     values["data"]["chat_template_kwargs"] = dict(values["data"]["chat_template_kwargs"])
+    values["engine"]["args"] = dict(values["engine"]["args"])
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

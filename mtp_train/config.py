@@ -160,6 +160,26 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class ServingConfig:
+    """The user's own serving engine, for rung P6; ``kind=none``: the rung is not climbed.
+
+    It is started in the environment of ``python``, or runs already at ``url``.
+    """
+
+    kind: Literal["none", "vllm"] = "none"
+    python: str = ""
+    url: str = ""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    k: tuple[int, ...] = (1, 3)
+    sets: tuple[str, ...] = ("mtbench", "humaneval", "gsm8k")  # final evaluation only
+    exact_prompts: int = 24  # fp32: compared step by step
+    exact_tokens: int = 64
+    max_running: int = 8  # prompts served together
+    timeout_s: int = 3600
+    args: tuple[tuple[str, str], ...] = ()  # further arguments of the engine; JSON or text
+
+
+@dataclass(frozen=True)
 class GenerateConfig:
     """`mtp generate`: one prompt, streamed. The prompt itself is an argument, not a setting."""
 
@@ -196,6 +216,7 @@ class Config:
     runtime: EngineConfig = EngineConfig()
     validate: ValidateConfig = ValidateConfig()
     export: ExportConfig = ExportConfig()
+    engine: ServingConfig = ServingConfig()
     report: ReportConfig = ReportConfig()
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()

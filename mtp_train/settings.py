@@ -46,6 +46,10 @@ _RULES: tuple[Rule, ...] = (
             "validate.num_prompts",
             "validate.max_tokens",
             "validate.min_drafts",
+            "engine.exact_prompts",
+            "engine.exact_tokens",
+            "engine.max_running",
+            "engine.timeout_s",
             "generate.max_tokens",
         ),
         lambda value: value >= 1,
@@ -356,10 +360,15 @@ def _check_validation(config: Config) -> None:
         )
     _check_sets(validate)
     if not validate.rungs:
-        raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5")
+        raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5, P6")
     for rung in validate.rungs:
-        if rung not in ("P0", "P1", "P2", "P3", "P4", "P5"):
-            raise ConfigError(f"validate.rungs: {rung} is unknown; allowed are P0 to P5")
+        if rung not in ("P0", "P1", "P2", "P3", "P4", "P5", "P6"):
+            raise ConfigError(f"validate.rungs: {rung} is unknown; allowed are P0 to P6")
+    if "P6" in validate.rungs and config.engine.kind == "none":
+        raise ConfigError(
+            "validate.rungs names P6, which asks a serving engine; say which, as in engine=vllm "
+            "engine.python=.venv-vllm/bin/python"
+        )
     for key in ("validate.temperature", "generate.temperature"):
         temperature = get_field(config, key)
         if temperature > 0 and runtime.verify == "greedy":
@@ -367,6 +376,33 @@ def _check_validation(config: Config) -> None:
                 f"{key}={temperature} with runtime.verify=greedy: greedy verification is exact at "
                 "temperature 0 only; use runtime.verify=keyed or rejection"
             )
+
+
+def _check_engine(config: Config) -> None:
+    engine = config.engine
+    if engine.kind == "none":
+        return
+    if bool(engine.python) == bool(engine.url):
+        both = f"engine.python={engine.python} and engine.url={engine.url}"
+        raise ConfigError(
+            f"engine.kind={engine.kind}: give one of engine.python (the interpreter of the "
+            "environment that it is installed in) and engine.url (a server that runs already)"
+            + (f", not {both}" if engine.python else "")
+        )
+    if not engine.k or min(engine.k) < 1:
+        raise ConfigError(f"engine.k={list(engine.k)}: name numbers of drafted tokens, from 1")
+    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
+    for name in engine.sets:
+        if name not in known:
+            raise ConfigError(f"engine.sets: {name} is unknown; allowed are {', '.join(known)}")
+    if not engine.sets:
+        raise ConfigError(f"engine.sets=[]: name at least one of {', '.join(known)}")
+    trained = sorted(set(config.data.sources) & set(engine.sets))
+    if trained:
+        raise ConfigError(
+            f"data.sources contains {', '.join(trained)}, on which engine.sets measures: a head "
+            "must not be trained on its own final evaluation; change one of the two"
+        )
 
 
 def _check_sets(validate: ValidateConfig) -> None:
@@ -402,5 +438,6 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_loss,
     _check_trainer,
     _check_validation,
+    _check_engine,
     _check_files,
 )

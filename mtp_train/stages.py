@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,29 +117,73 @@ def run_train(config: Config) -> int:
 
 
 def run_validate(config: Config) -> int:
-    """Climb the ladder, unless it was climbed with this head and these settings; 1 when a rung
-    fails or failed then.
+    """Climb the ladder, unless it was climbed with this head and these settings, and then P6 where
+    a serving engine is named; 1 when a rung fails or failed then.
     """
+    ladder = tuple(name for name in config.validate.rungs if name != "P6")
+    with_engine = config.engine.kind != "none"
+    with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        if with_engine:
+            _require_export(config, scope)
+        passed = True
+        if ladder:
+            own = replace(config, validate=replace(config.validate, rungs=ladder))
+            passed = _climb_ladder(own, scope)
+        if with_engine:
+            passed = _climb_engine_rung(config, scope) and passed
+    if scope.group.is_leader:
+        run_report(config)  # after the verdict was shown and kept: it must not depend on this
+    return 0 if passed else 1
+
+
+def _climb_ladder(config: Config, scope: StageScope) -> bool:
     from mtp_train.distributed import run_on_leader
     from mtp_train.validate.ladder import run
     from mtp_train.validate.output import LadderRecord
 
-    with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
-        device = scope.group.device
-        record = run_on_leader(scope.group, lambda: LadderRecord.open(config, device=device))
-        passed = record.stored_verdict
-        if passed is None:
-            report = run(config, group=scope.group, journal=record.journal)
-            run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
-            passed = report.passed
-        else:
-            scope.console.print(
-                f"validate: {scope.run.parity_file} is of this head and these settings "
-                f"({'passed' if passed else 'FAILED'}); nothing to do"
-            )
-    if scope.group.is_leader:
-        run_report(config)  # after the verdict was shown and kept: it must not depend on this
-    return 0 if passed else 1
+    device = scope.group.device
+    record = run_on_leader(scope.group, lambda: LadderRecord.open(config, device=device))
+    if record.stored_verdict is None:
+        report = run(config, group=scope.group, journal=record.journal)
+        run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
+        return report.passed
+    scope.console.print(
+        f"validate: {scope.run.parity_file} is of this head and these settings "
+        f"({_verdict(record.stored_verdict)}); nothing to do"
+    )
+    return record.stored_verdict
+
+
+def _require_export(config: Config, scope: StageScope) -> None:
+    """Refuse before minutes of climbing what P6 would refuse after them."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.serving.engine import open_engine
+    from mtp_train.validate.engine_rung import exported_head
+
+    def look() -> None:
+        exported_head(config)
+        open_engine(config)
+
+    run_on_leader(scope.group, look)
+
+
+def _climb_engine_rung(config: Config, scope: StageScope) -> bool:
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.validate import engine_rung
+
+    device = scope.group.device
+    climb = run_on_leader(scope.group, lambda: engine_rung.climb(config, device=device))
+    if climb.is_new:
+        engine_rung.show(climb.result, scope.console.print)
+        scope.events.write("engine_rung", climb.result)
+    else:
+        verdict = _verdict(climb.result.passed)
+        scope.console.print(f"P6: served this export with these settings before ({verdict})")
+    return climb.result.passed
+
+
+def _verdict(passed: bool) -> str:
+    return "passed" if passed else "FAILED"
 
 
 def run_export(config: Config) -> int:

@@ -20,9 +20,9 @@ from mtp_train.export.commands import refresh_readme
 from mtp_train.export.reader import is_export, load_any_head
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
-from mtp_train.run_dir import RunDirectory, StageRecord, write_json_atomic
+from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
 from mtp_train.validate.journal import RungJournal
-from mtp_train.validate.report import LadderReport
+from mtp_train.validate.report import LadderReport, RungResult
 from mtp_train.validate.subject import dtype_name, hash_head
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import HeadSpec
@@ -31,6 +31,7 @@ from runtime.models.loader import fingerprint_target
 logger = logging.getLogger(__name__)
 
 README_NAME = "README.md"
+ENGINE_RUNG = "P6"
 _TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does not read them
 
 
@@ -110,7 +111,7 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
     """``parity.json`` into the run directory and beside the head, the head's ``README.md``, and
     ``samples.json`` into the run directory; without samples an older one is removed.
     """
-    content = report.to_dict()
+    content = _keep_engine_rung(report.to_dict(), run.parity_file)
     if report.samples is None:
         run.samples_file.unlink(missing_ok=True)
     else:
@@ -121,6 +122,55 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
         refresh_readme(run.head)
     else:
         write_atomic(run.head / README_NAME, describe_head(report, spec))
+
+
+def add_rung(result: RungResult, run: RunDirectory, export_dir: Path, *, target: str) -> None:
+    """Write one rung that was climbed by itself into every ``parity.json`` of the head: the run's,
+    the one beside the head, and the one of the exported directory.
+
+    What else they hold stays, if it is of these weights. ``target``: its fingerprint.
+    """
+    head_sha256 = hash_head(run.head)
+    bare = LadderReport(target=target, head=str(run.head), head_sha256=head_sha256, rungs=())
+    record = read_json(run.validate_file) if run.validate_file.is_file() else {}
+    written = record.get("outputs", {}).get("parity_sha256")
+    is_the_ladders = run.parity_file.is_file() and written == sha256_file(run.parity_file)
+    for place in dict.fromkeys((run.root, run.head, export_dir)):
+        file = place / run.parity_file.name
+        content = read_json(file) if file.is_file() else bare.to_dict()
+        if content.get("head_sha256") not in (head_sha256, hash_head(export_dir)):
+            content = bare.to_dict()
+        content["rungs"][result.name] = result.to_dict()
+        content["passed"] = all(rung["passed"] for rung in content["rungs"].values())
+        write_json_atomic(file, content)
+    refresh_readme(export_dir)
+    if is_the_ladders:  # and still is: the other rungs need not be climbed again
+        record["outputs"]["parity_sha256"] = sha256_file(run.parity_file)
+        write_json_atomic(run.validate_file, record)
+
+
+def stored_rung(run: RunDirectory, name: str) -> RungResult | None:
+    """A rung of the run's ``parity.json``, if that is of the head there is now."""
+    if not run.parity_file.is_file():
+        return None
+    content = read_json(run.parity_file)
+    rung = content.get("rungs", {}).get(name)
+    if rung is None or content["head_sha256"] != hash_head(run.head):
+        return None
+    return RungResult(name=name, **rung)
+
+
+def _keep_engine_rung(content: dict[str, Any], file: Path) -> dict[str, Any]:
+    """P6 is climbed by itself; climbing the others again does not take it away."""
+    if not file.is_file():
+        return content
+    before = read_json(file)
+    rung = before.get("rungs", {}).get(ENGINE_RUNG)
+    if rung is None or before["head_sha256"] != content["head_sha256"]:
+        return content
+    content["rungs"] = content["rungs"] | {ENGINE_RUNG: rung}
+    content["passed"] = content["passed"] and rung["passed"]
+    return content
 
 
 def describe_head(report: LadderReport, spec: HeadSpec) -> str:

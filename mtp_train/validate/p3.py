@@ -12,22 +12,26 @@ Shape legend: P prompts, K positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from mtp_train.validate.bootstrap import Interval, prompt_interval
+from mtp_train.validate.bootstrap import prompt_interval
 from mtp_train.validate.measure import decode_waves, make_requests
 from mtp_train.validate.p2 import hidden_sequences
+from mtp_train.validate.rates import (
+    MAX_GAP,
+    all_sums,
+    conditional_rates,
+    gap_intervals,
+    judge_position,
+    tau_of,
+)
 from mtp_train.validate.replay import ReplayedStep, replay, trimmed_steps, undrafted_tokens
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject, dtype_name
 from runtime.request import Generation
-
-MAX_GAP = 0.015
-FAMILY_LEVEL = 0.99
 
 
 def check(
@@ -59,7 +63,7 @@ def check(
     bounds: dict[str, Any] = {"float32_steps_that_differ": 0, "float32_tokens_without_draft": 0}
     passed = total > 0 and wrong == 0 and skipped == 0
     if subject.runtime_dtype is torch.float32:
-        figures |= _rate_figures("float32", _all_sums(predicted, k), _served_sums(exact, k), k)
+        figures |= _rate_figures("float32", all_sums(predicted, k), _served_sums(exact, k), k)
     else:
         is_close, more, limits = _compare_rates(subject, served, k, min_drafts)
         figures |= more
@@ -115,12 +119,10 @@ def _compare_rates(
     if num_drafts < min_drafts or not generations:
         return False, figures, bounds
     predicted = replay_generations(subject, generations, k, subject.runtime_dtype)
-    ours, theirs = _all_sums(predicted, k), _served_sums(generations, k)
+    ours, theirs = all_sums(predicted, k), _served_sums(generations, k)
     figures |= _rate_figures(name, ours, theirs, k)
     gaps = figures[f"{name}_gap"]
-    both = np.concatenate([ours, theirs], axis=1)
-    level = 1 - (1 - FAMILY_LEVEL) / k  # Bonferroni over positions
-    intervals = [prompt_interval(both, partial(_gap_at, k, j), level=level) for j in range(k)]
+    intervals = gap_intervals(ours, theirs)
     figures[f"{name}_gap_interval"] = [[i.low, i.high] for i in intervals]
     reached = theirs.sum(0)[:-1]  # drafts that position j was decided for
     verdicts = [
@@ -137,8 +139,8 @@ def _rate_figures(name: str, ours: np.ndarray, theirs: np.ndarray, k: int) -> di
 
     ``ours`` and ``theirs``: sums per prompt, ``[P, 1 + K]``.
     """
-    trained = _conditional(ours.sum(0)[None])[0]
-    served = _conditional(theirs.sum(0)[None])[0]
+    trained = conditional_rates(ours.sum(0)[None])[0]
+    served = conditional_rates(theirs.sum(0)[None])[0]
     figures: dict[str, Any] = {
         f"{name}_prompts": len(ours),
         f"{name}_training": trained.tolist(),
@@ -146,25 +148,10 @@ def _rate_figures(name: str, ours: np.ndarray, theirs: np.ndarray, k: int) -> di
         f"{name}_gap": (trained - served).tolist(),
     }
     for side, sums in (("training", ours), ("runtime", theirs)):
-        interval = prompt_interval(sums, _tau)
-        figures[f"{name}_{side}_tau"] = float(_tau(sums.sum(0)[None])[0])
+        interval = prompt_interval(sums, tau_of)
+        figures[f"{name}_{side}_tau"] = float(tau_of(sums.sum(0)[None])[0])
         figures[f"{name}_{side}_tau_interval"] = [interval.low, interval.high]
     return figures
-
-
-def judge_position(
-    gap: float, interval: Interval, *, num_drafts: int, min_drafts: int
-) -> Literal["agrees", "undecided", "differs"]:
-    """One position's verdict. With ``min_drafts`` the gap itself counts. With fewer, the interval
-    does: it lies within the bound, beyond it, or touches it, which decides nothing.
-    """
-    if num_drafts >= min_drafts:
-        return "agrees" if abs(gap) <= MAX_GAP else "differs"
-    if interval.low > MAX_GAP or interval.high < -MAX_GAP:
-        return "differs"
-    if interval.low >= -MAX_GAP and interval.high <= MAX_GAP:
-        return "agrees"
-    return "undecided"
 
 
 def _describe_undecided(figures: Mapping[str, Any], name: str, min_drafts: int) -> str:
@@ -179,32 +166,5 @@ def _describe_undecided(figures: Mapping[str, Any], name: str, min_drafts: int) 
     )
 
 
-def _all_sums(predicted: Sequence[Sequence[ReplayedStep]], k: int) -> np.ndarray:
-    """:func:`_sums` of every prompt, ``[P, 1 + K]``."""
-    return np.array([_sums(steps, k) for steps in predicted])
-
-
 def _served_sums(generations: Sequence[Generation], k: int) -> np.ndarray:
-    return _all_sums([trimmed_steps(generation, k) for generation in generations], k)
-
-
-def _tau(sums: np.ndarray) -> np.ndarray:
-    """Tokens per step ``[R]`` of sums ``[R, 1 + K]``."""
-    tau: np.ndarray = 1 + sums[:, 1:].sum(1) / np.maximum(sums[:, 0], 1)
-    return tau
-
-
-def _sums(steps: Sequence[ReplayedStep], k: int) -> list[int]:
-    """Drafts, then steps that accepted more than j, for each position j."""
-    return [len(steps), *(sum(step.num_accepted > j for step in steps) for j in range(k))]
-
-
-def _gap_at(k: int, j: int, sums: np.ndarray) -> np.ndarray:
-    """Gap of conditional rate j, ``[R]``, from sums of both sides side by side."""
-    return _conditional(sums[:, : k + 1])[:, j] - _conditional(sums[:, k + 1 :])[:, j]
-
-
-def _conditional(sums: np.ndarray) -> np.ndarray:
-    """Ratios of neighbours ``[R, K]``; 0 where nothing got that far."""
-    reached, passed = sums[:, :-1], sums[:, 1:]
-    return np.divide(passed, reached, out=np.zeros(passed.shape), where=reached > 0)
+    return all_sums([trimmed_steps(generation, k) for generation in generations], k)

@@ -119,7 +119,7 @@ def compare_outputs(
     return OutputComparison(
         num_tokens=sum(len(generation.output_ids) for generation in plain),
         num_different=len(pairs),
-        gaps=tuple(_oracle_gaps(subject, pairs)) if not temperature else (),
+        gaps=tuple(oracle_gaps(subject, pairs)) if not temperature else (),
     )
 
 
@@ -152,7 +152,7 @@ def state_error(
     return worst, checked
 
 
-def _oracle_gaps(subject: Subject, pairs: Sequence[tuple[Generation, Generation]]) -> list[float]:
+def oracle_gaps(subject: Subject, pairs: Sequence[tuple[Generation, Generation]]) -> list[float]:
     """Gap of the two best logits at the first difference of each pair, Hugging Face in fp64."""
     if not pairs:
         return []

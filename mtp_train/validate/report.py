@@ -28,6 +28,16 @@ class RungResult:
     note: str = ""
     seconds: float = 0.0
 
+    def to_dict(self) -> dict[str, Any]:
+        """Its part of ``parity.json``, where its name is the key."""
+        return {
+            "passed": self.passed,
+            "figures": dict(self.figures),
+            "bounds": dict(self.bounds),
+            "note": self.note,
+            "seconds": self.seconds,
+        }
+
 
 @dataclass(frozen=True)
 class AcceptanceResult:
@@ -185,16 +195,7 @@ class LadderReport:
             "target": self.target,
             "head": self.head,
             "head_sha256": dict(self.head_sha256),
-            "rungs": {
-                rung.name: {
-                    "passed": rung.passed,
-                    "figures": dict(rung.figures),
-                    "bounds": dict(rung.bounds),
-                    "note": rung.note,
-                    "seconds": rung.seconds,
-                }
-                for rung in self.rungs
-            },
+            "rungs": {rung.name: rung.to_dict() for rung in self.rungs},
             "acceptance": [
                 {
                     "prompt_set": row.prompt_set,

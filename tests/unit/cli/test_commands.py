@@ -111,7 +111,8 @@ def test_every_recipe_is_a_valid_configuration(recipe: str) -> None:
     ],
 )
 def test_every_option_is_a_valid_configuration(option: str) -> None:
-    compose("train", [option, "run.name=x", "target.path=/m", "data.sources=[x]"])
+    needs = ["engine.python=python3"] if option == "engine=vllm" else []
+    compose("train", [option, "run.name=x", "target.path=/m", "data.sources=[x]", *needs])
 
 
 def test_demo_recipe_stays_within_its_token_budget() -> None:

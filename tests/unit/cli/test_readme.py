@@ -42,7 +42,7 @@ def test_every_command_of_the_readme_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["```\nmtp evaluate run.name=a\n```", "`make interop`", "```bash\nmake tset\n```"]
+    "text", ["```\nmtp evaluate run.name=a\n```", "`make interp`", "```bash\nmake tset\n```"]
 )
 def test_an_unknown_command_would_be_found(text: str) -> None:
     assert len(unknown_commands(text)) == 1

@@ -85,7 +85,7 @@ def test_values_get_the_declared_types() -> None:
         ("runtime.page_size", 0, r"^runtime\.page_size=0: must be at least 1$"),
         ("data.path", "/no/such/set", r"^data\.path=/no/such/set: no such directory$"),
         ("data.chat_template", "/no/template.jinja", r"no such file$"),
-        ("validate.rungs", ["P2", "P9"], r"P9 is unknown; allowed are P0 to P5$"),
+        ("validate.rungs", ["P2", "P9"], r"P9 is unknown; allowed are P0 to P6$"),
         ("validate.rungs", [], r"name at least one"),
         (
             "validate.sets",
@@ -238,3 +238,36 @@ def _dig(raw: Any, key: str) -> Any:
             return _ABSENT
         raw = raw[part]
     return raw
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"kind": "vllm"}, r"^engine\.kind=vllm: give one of engine\.python"),
+        ({"kind": "vllm", "python": "p", "url": "u"}, r"not engine\.python=p and engine\.url=u$"),
+        ({"kind": "vllm", "python": "p", "k": [0]}, r"^engine\.k=\[0\]: name numbers"),
+        ({"kind": "vllm", "python": "p", "sets": ["x"]}, r"^engine\.sets: x is unknown; allowed"),
+        ({"kind": "vllm", "python": "p", "sets": []}, r"^engine\.sets=\[\]: name at least one"),
+        ({"kind": "sglang"}, r"^engine\.kind=sglang: allowed are none, vllm"),
+        ({"max_running": 0}, r"^engine\.max_running=0: must be at least 1$"),
+    ],
+)
+def test_an_engine_that_cannot_be_asked_is_refused(section: dict[str, Any], message: str) -> None:
+    raw = {"run": {"name": "x"}, "target": {"path": "m"}, "data": {}, "engine": section}
+    with pytest.raises(ConfigError, match=message):
+        load_config(raw)
+
+
+def test_p6_wants_an_engine() -> None:
+    raw = {"run": {"name": "x"}, "target": {"path": "m"}, "data": {}}
+    rungs = {"validate": {"rungs": ["P6"]}}
+    with pytest.raises(ConfigError, match=r"say which, as in engine=vllm"):
+        load_config({**raw, **rungs})
+    load_config({**raw, **rungs, "engine": {"kind": "vllm", "url": "http://localhost:8000"}})
+
+
+def test_the_engines_final_evaluation_may_not_be_trained_on() -> None:
+    raw = {"run": {"name": "x"}, "target": {"path": "m"}, "data": {"sources": ["gsm8k"]}}
+    engine = {"kind": "vllm", "python": "p"}
+    with pytest.raises(ConfigError, match=r"^data\.sources contains gsm8k, on which engine\.sets"):
+        load_config({**raw, "engine": engine})

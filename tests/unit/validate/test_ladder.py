@@ -17,7 +17,7 @@ from mtp_train.config import Config, ReportConfig, RunConfig, TargetConfig, Vali
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.run_dir import RunDirectory, read_json
 from mtp_train.stages import run_validate
-from mtp_train.validate import ladder, p3, p4, run
+from mtp_train.validate import ladder, p3, p4, rates, run
 from mtp_train.validate.bootstrap import Interval
 from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.ladder import climb
@@ -371,7 +371,7 @@ def test_positions_that_few_drafts_reach_are_called_undecided(
 ) -> None:
     interval = Interval(low, high, 0.99)
     gap = (low + high) / 2
-    assert p3.judge_position(gap, interval, num_drafts=num_drafts, min_drafts=100) == verdict
+    assert rates.judge_position(gap, interval, num_drafts=num_drafts, min_drafts=100) == verdict
 
 
 def test_the_note_counts_undecided_positions_from_one() -> None:

@@ -1,0 +1,49 @@
+"""From the configuration's ``engine`` section to something that serves a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from mtp_train.config import Config
+from mtp_train.serving.job import Served, ServingJob, vllm_layout
+from mtp_train.serving.process import find_python, serve_in_process
+from mtp_train.serving.server import describe_server, serve_at_url
+
+
+def open_engine(config: Config) -> Callable[[ServingJob], Served]:
+    """What ``config.engine`` names. A given interpreter or address is looked at here, before
+    anything is decoded. Raises ``ServingError`` when it is not there, ``ValueError`` without an
+    engine.
+    """
+    engine = config.engine
+    if engine.kind == "none":
+        raise ValueError("engine.kind=none: no serving engine; say which, as in engine=vllm")
+    if engine.url:
+        describe_server(engine.url)
+        return partial(serve_at_url, url=engine.url, timeout_s=engine.timeout_s)
+    return partial(
+        serve_in_process,
+        python=find_python(engine.python),
+        layout=vllm_layout(config.export.format),
+        num_threads=config.runtime.num_threads,
+        timeout_s=engine.timeout_s,
+        llm_args={name: parse_argument(text) for name, text in engine.args},
+    )
+
+
+def served_lengths(config: Config) -> tuple[int, ...]:
+    """The K that are served: those of ``engine.k``, or the one of a server that runs."""
+    if not config.engine.url:
+        return tuple(dict.fromkeys(config.engine.k))
+    return (describe_server(config.engine.url).k,)
+
+
+def parse_argument(text: str) -> Any:
+    """An argument as JSON says, or the text itself: ``2``, ``true``, ``fp8``."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
