@@ -1,6 +1,7 @@
 # make demo, make test: each sets everything up on a fresh machine, then does its job.
 PYTHON ?= python3
 BENCH ?=
+recipe ?=
 PYTEST_ARGS ?=
 RUN ?= runs/demo
 
@@ -15,6 +16,7 @@ WITH_FLASHINFER := $(filter 1 yes true,$(FLASHINFER))
 # A CPU set-up does not count as one for a GPU; the other way round it does.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.setup-done
+DEMO_ENGINE := $(if $(wildcard $(VLLM_STAMP)),engine=vllm engine.python=$(VLLM)/bin/python)
 STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHINFER),-flashinfer)
 comma := ,
 EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
@@ -22,7 +24,8 @@ EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 .PHONY: help setup demo test interop browser picture lint format types bench clean
 
 help:
-	@echo "make demo     train and measure a head for a small real model (15 minutes, two cores)"
+	@echo "make demo     a head for a small real model, measured and exported (15 minutes, two cores)"
+	@echo "make demo recipe=long   the serious head (two hours); goes on where it was interrupted"
 	@echo "make test     all tests that need no GPU"
 	@echo "make interop  .venv-vllm with vLLM for CPUs; the tests that serve an exported head in it"
 	@echo "make browser  the report's tests in a headless Chromium, which has to be there"
@@ -57,7 +60,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@touch .venv/.setup-done $@
 
 demo: setup
-	$(BIN)/mtp demo
+	$(BIN)/mtp demo $(if $(recipe),recipe=$(recipe)) $(DEMO_ENGINE)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -7,31 +7,64 @@ its own. The summary holds figures of ``parity.json`` and times of ``events.json
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.app import run_command
-from mtp_train.config import Config
+from mtp_train.config import Config, ServingConfig
 from mtp_train.events import read_events, stage_attempts
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
-from mtp_train.stages import run_data, run_precompute, run_report, run_train, run_validate
+from mtp_train.stages import (
+    run_data,
+    run_export,
+    run_precompute,
+    run_report,
+    run_train,
+    run_validate,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DRAFT_LENGTHS = (1, 3)  # K of the figures in the summary
 
+
+def validate_alone(config: Config) -> int:
+    """P0 to P5: nothing is exported yet that an engine could serve."""
+    return run_validate(replace(config, engine=ServingConfig()))
+
+
+def validate_engine(config: Config) -> int:
+    """P6, where the configuration names a serving engine."""
+    if config.engine.kind == "none":
+        from mtp_train.console import make_console
+
+        make_console().print(
+            "P6 was not run: no serving engine is named; `make interop` builds one, and the demo "
+            "takes it from then on"
+        )
+        return 0
+    return run_validate(replace(config, validate=replace(config.validate, rungs=("P6",))))
+
+
 Stages = tuple[tuple[str, Callable[[Config], int]], ...]
 STAGES: Stages = (
     ("data", run_data),
     ("precompute", run_precompute),
     ("train", run_train),
-    ("validate", run_validate),
+    ("validate", validate_alone),
+    ("export", run_export),
+    ("engine", validate_engine),
 )
+_TIMED = ("data", "precompute", "train", "validate", "export")  # P6 counts as validation
+_WITH_FIGURES = ("validate", "engine")  # a failed rung still has figures worth showing
 
 
 def run_demo(config: Config, stages: Stages = STAGES) -> int:
-    """Run the stages, write ``summary.json``, show it. Returns the validation's exit code."""
+    """Run the stages, write ``summary.json``, show it. Returns the exit code of the stage that
+    failed; nothing is exported after a rung has.
+    """
     from mtp_train.console import make_console
 
     console = make_console()
@@ -40,8 +73,10 @@ def run_demo(config: Config, stages: Stages = STAGES) -> int:
     for number, (name, stage) in enumerate(stages, start=1):
         console.rule(f"{number}/{len(stages)} {name}", align="left")
         code = stage(config)
-        if code and name != "validate":  # a failed rung still has figures worth showing
+        if code and name not in _WITH_FIGURES:
             return code
+        if code:
+            break
     summary = summarise(
         read_json(run.parity_file),
         wall_s=stage_seconds(run.events_file),
@@ -101,7 +136,7 @@ def stage_seconds(events_file: Path) -> dict[str, float]:
     An attempt that was killed counts up to the last thing it logged.
     """
     attempts = stage_attempts(read_events(events_file))
-    return {name: sum(attempt.seconds for attempt in attempts.get(name, ())) for name, _ in STAGES}
+    return {name: sum(attempt.seconds for attempt in attempts.get(name, ())) for name in _TIMED}
 
 
 def show_summary(console: Console, summary: Mapping[str, Any], path: Path) -> None:

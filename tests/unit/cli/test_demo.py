@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from mtp_train.config import Config
+from mtp_train.config import Config, ServingConfig
 from mtp_train.console import format_duration
-from mtp_train.demo import run_demo, stage_seconds, summarise
+from mtp_train.demo import (
+    STAGES,
+    run_demo,
+    stage_seconds,
+    summarise,
+    validate_alone,
+    validate_engine,
+)
 from mtp_train.run_dir import RunDirectory, write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.validate.report import (
@@ -115,9 +122,9 @@ def test_demo_runs_the_stages_in_order_and_returns_the_verdict(
 
         return (name, work)
 
-    stages = (stage("data"), stage("train"), stage("validate", int(not passed)))
+    stages = (stage("data"), stage("validate", int(not passed)), stage("export"))
     assert run_demo(config, stages) == int(not passed)
-    assert ran == ["data", "train", "validate"]
+    assert ran == (["data", "validate", "export"] if passed else ["data", "validate"])
     assert json.loads(run.summary_file.read_text())["parity"]["P3"] is passed
     printed = capsys.readouterr().out
     assert ("FAILED" in printed) is not passed
@@ -155,8 +162,36 @@ def test_stage_times_add_up_over_interrupted_attempts(tmp_path: Path) -> None:
             for s, stage, event in lines
         )
     )
-    assert stage_seconds(path) == {"data": 5.0, "precompute": 0.0, "train": 6.0, "validate": 0.0}
+    assert stage_seconds(path) == {
+        "data": 5.0,
+        "precompute": 0.0,
+        "train": 6.0,
+        "validate": 0.0,
+        "export": 0.0,
+    }
 
 
 def test_numbers_are_readable() -> None:
     assert [format_duration(s) for s in (4.24, 185, 7620)] == ["4.2 s", "3 min 05 s", "2 h 07 min"]
+
+
+def test_without_a_serving_engine_p6_is_named_as_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate_engine(_config(tmp_path)) == 0
+    assert "P6 was not run" in capsys.readouterr().out
+
+
+def test_the_ladder_comes_before_the_export_and_the_engine_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr("mtp_train.demo.run_validate", lambda config: seen.append(config) or 0)
+    engine = ServingConfig(kind="vllm", python="python3")
+    config = replace(_config(tmp_path), engine=engine)
+    assert validate_alone(config) == validate_engine(config) == 0
+    assert [name for name, _ in STAGES][-3:] == ["validate", "export", "engine"]
+    assert seen[0].engine.kind == "none"
+    assert "P6" not in seen[0].validate.rungs
+    assert seen[1].engine == engine
+    assert seen[1].validate.rungs == ("P6",)
