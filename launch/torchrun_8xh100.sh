@@ -12,6 +12,7 @@
 #   K             drafted tokens per step (default: 3)
 #   CODEC         features: bf16 (default), fp8 or fp32
 #   STORE         feature store, if not below $ROOT/$RUN (one fast local disk)
+#   VLLM_PYTHON   interpreter of an environment with vLLM: the export is served there and compared
 set -euo pipefail
 
 : "${TARGET:?TARGET=/models/my-llama: the directory of the target model}"
@@ -22,6 +23,7 @@ GPUS=${GPUS:-8}
 K=${K:-3}
 CODEC=${CODEC:-bf16}
 STORE=${STORE:-}
+VLLM_PYTHON=${VLLM_PYTHON:-}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -d "$here/.venv/bin" ] && PATH="$here/.venv/bin:$PATH"
 
@@ -58,3 +60,7 @@ run mtp validate "${common[@]}" "validate.sets=[mtbench,humaneval,gsm8k]"
 
 # What vLLM and SGLang load; its README has the command lines that serve it.
 run mtp export "${common[@]}"
+
+# Does your engine accept as many drafts as the runtime did (rung P6)?
+[ -z "$VLLM_PYTHON" ] || run mtp validate "${common[@]}" "validate.rungs=[P6]" engine=vllm \
+  engine.python="$VLLM_PYTHON"

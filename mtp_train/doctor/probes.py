@@ -32,6 +32,7 @@ _NO_LIMIT = 2**60  # control groups of version 1 write a number near 2**63 for "
 
 def probe_machine(config: Config, *, run: Run = run_program) -> Machine:
     """Everything except what has to be measured."""
+    engine = config.engine.python
     return Machine(
         python=platform.python_version(),
         processor=probe_processor(),
@@ -43,6 +44,8 @@ def probe_machine(config: Config, *, run: Run = run_program) -> Machine:
         disk=probe_disk(Path(config.run.root)),
         packages=probe_packages(),
         flashinfer=_installed("flashinfer-python"),
+        engine_python=engine,
+        engine_vllm=probe_vllm(engine, run=run) if engine else "",
     )
 
 

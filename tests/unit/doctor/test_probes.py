@@ -160,6 +160,20 @@ def test_vllm_is_looked_for_in_the_environment_that_is_named() -> None:
     assert probes.probe_vllm("python-x", run=fake_run({"python-x": "0.32.0\n"})) == "0.32.0"
 
 
+@pytest.mark.parametrize(("version", "verdict"), [("0.32.0", "ok"), ("", "fail")])
+def test_the_environment_that_shall_serve_is_judged(
+    version: str, verdict: str, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    config = make_config(tmp_path, engine={"python": str(python)}, doctor={"measure": False})
+    _, findings = command.examine(config)
+    (found,) = [finding for finding in findings if finding.name == "vLLM"]
+    assert found.verdict == verdict
+    assert str(python) in found.text
+
+
 def test_without_torch_the_doctor_still_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,15 @@ def test_the_parallel_stages_run_on_every_gpu() -> None:
     assert parallel == {"precompute": "4", "train": "4"}
 
 
+def test_an_engine_is_asked_after_the_export_where_there_is_one() -> None:
+    *_, before, last = commands_of(VLLM_PYTHON="/envs/vllm/bin/python")
+    assert split_command(before)[0] == "export"
+    name, settings = split_command(last)
+    config = compose(name, settings)
+    assert (name, config.validate.rungs) == ("validate", ("P6",))
+    assert (config.engine.kind, config.engine.python) == ("vllm", "/envs/vllm/bin/python")
+
+
 def test_a_missing_variable_is_named() -> None:
     done = run_script(RUN="x", SOURCES="y", DRY_RUN="1")
     assert done.returncode != 0
