@@ -96,6 +96,7 @@ class Served:
     num_prompts: int
     tau: Figure
     rates: tuple[float, ...]
+    tau_here: float | None  # the runtime's, over the same prompts
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def _served_tile(facts: RunFacts) -> Tile:
         title,
         formats.decimal(served.tau.value),
         "tokens per step",
-        formats.interval(served.tau) if served.tau.has_interval else "",
+        "" if served.tau_here is None else f"{formats.decimal(served.tau_here)} here, same prompts",
         (
             f"{served.engine} · {formats.set_name(served.prompt_set)} · K = {served.k}",
             f"{served.num_drafts:,} drafts, {served.num_prompts:,} prompts · {served.dtype}",

@@ -185,6 +185,7 @@ def _served(row: Mapping[str, Any], engine: str) -> Served:
         num_prompts=whole(row.get("prompts")) or 0,
         tau=_figure(row.get("tau_served", 1 + sum(rates)), row.get("tau_served_interval")),
         rates=rates,
+        tau_here=number(row.get("tau")),
     )
 
 

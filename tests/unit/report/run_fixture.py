@@ -141,6 +141,7 @@ def served() -> list[dict[str, Any]]:
             "k": 3,
             "drafts_served": 6480,
             "accepted_served": [3810, 1950, 780],
+            "tau": 2.004,
             "tau_served": 2.009,
             "tau_served_interval": [1.981, 2.037],
         },
