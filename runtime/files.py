@@ -26,10 +26,17 @@ def write_atomic(file: Path, data: bytes | str) -> None:
 
 
 def replace_atomic(file: Path, write: Callable[[Path], object]) -> None:
-    """Like :func:`write_atomic`; ``write`` makes the new content at the path it is given."""
+    """Like :func:`write_atomic`; ``write`` makes the new content at the path it is given.
+
+    The mode is that of any new file, whatever ``write`` gave it: some libraries write files that
+    only their owner can read.
+    """
     staged = file.with_name(f"{STAGED_PREFIX}{os.getpid()}-{file.name}")
     try:
+        staged.touch()
+        mode = staged.stat().st_mode
         write(staged)
+        staged.chmod(mode)
         sync_path(staged)
         os.replace(staged, file)
     except BaseException:

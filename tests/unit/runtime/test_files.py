@@ -39,3 +39,15 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), real_replace(a, b)))
     write_atomic(tmp_path / "a", b"x")
     assert order == ["sync", "rename", "sync"]
+
+
+def test_a_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+
+    def write_private(staged: Path) -> None:
+        staged.unlink()
+        staged.write_bytes(b"1")
+        staged.chmod(0o600)
+
+    replace_atomic(tmp_path / "head", write_private)
+    assert (tmp_path / "head").stat().st_mode == (tmp_path / "plain").stat().st_mode
