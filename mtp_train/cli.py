@@ -33,6 +33,7 @@ class Command:
 
 
 COMMANDS = (
+    Command("preflight", stages.run_preflight, "prompts, target", "preflight.json"),
     Command("data", stages.run_data, "prompts, conversations", "data/"),
     Command("precompute", stages.run_precompute, "data/, target", "features/"),
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),

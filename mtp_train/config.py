@@ -201,6 +201,18 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
+class PreflightConfig:
+    """How small `mtp preflight` makes the line."""
+
+    num_prompts: int = 32
+    max_prompt_tokens: int = 512  # longer prompts are left out
+    max_tokens: int = 64  # of each answer
+    steps: int = 120
+    learning_rate: float = 2e-3
+    min_rate: float = 0.9  # first-position acceptance on the prompts that were trained on
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -217,6 +229,7 @@ class Config:
     validate: ValidateConfig = ValidateConfig()
     export: ExportConfig = ExportConfig()
     engine: ServingConfig = ServingConfig()
+    preflight: PreflightConfig = PreflightConfig()
     report: ReportConfig = ReportConfig()
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()

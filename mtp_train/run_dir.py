@@ -99,6 +99,10 @@ class RunDirectory:
         return self.root / "report.html"
 
     @property
+    def preflight_file(self) -> Path:
+        return self.root / "preflight.json"
+
+    @property
     def summary_file(self) -> Path:
         return self.root / "summary.json"
 

@@ -225,6 +225,13 @@ def run_report(config: Config) -> int:
     return 0
 
 
+def run_preflight(config: Config) -> int:
+    """Every hop of the line on a few prompts; 1 when one of them fails."""
+    from mtp_train.preflight.stage import run
+
+    return run(config)
+
+
 def _prepare_data(config: Config, scope: StageScope) -> None:
     from data_prep.chat import load_chat_format
     from data_prep.pipeline import prepare

@@ -85,6 +85,7 @@ def write_export(
         # One entry only: safetensors writes several in random order, and equal heads must hash
         # equal.
         save_file(written, staged / WEIGHTS_NAME, metadata={"format": "pt"})
+        (staged / WEIGHTS_NAME).chmod(0o644)  # safetensors writes for its owner alone
         sync_path(staged / WEIGHTS_NAME)
         own = hash_files(staged)
         record = ExportRecord(
