@@ -24,6 +24,7 @@ from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
 from mtp_train.events import read_events, to_jsonable
 from mtp_train.export import layout
+from mtp_train.export.reader import check_export
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.features.manifest import load_manifest
 from mtp_train.features.p0 import DECODE_ERROR
@@ -168,6 +169,11 @@ class Preflight:
     def check_export(self) -> Judgement:
         stages.run_export(self.config)
         place = self.run.export(self.config.export.format)
+        check_export(
+            place,
+            target_dir=target_directory(self.config.target),
+            cache_dir=cache_directory(self.config.target),
+        )
         record = ExportRecord.read(place / EXPORT_NAME)
         return Judgement(
             True,
@@ -209,6 +215,7 @@ class Preflight:
             raise ValueError("no answer has the two tokens that a drafted one needs before it")
         right = total = 0
         head = subject.training_head(dtype)
+        embedding_VD, lm_head_VD = subject.embedding(dtype), subject.lm_head(dtype)
         for sample, own in pairs:
             hidden = sample.hidden.to(subject.device, dtype)
             (drafts_S1,) = training_drafts(
@@ -216,8 +223,8 @@ class Preflight:
                 [HiddenSequence(sample.input_ids, hidden)],
                 [own],
                 num_steps=1,
-                embedding_VD=subject.embedding(dtype),
-                lm_head_VD=subject.lm_head(dtype),
+                embedding_VD=embedding_VD,
+                lm_head_VD=lm_head_VD,
                 draft_columns=subject.draft_columns(),
             )
             labels_S = sample.input_ids[torch.tensor(own) + 2]
