@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mtp_train.serving.job import DraftCounts
+
 
 @dataclass(frozen=True)
 class DecodedText:
     """One answer as an engine decoded it: token ids, and per verification step how many drafted
     tokens were accepted, in order. The first token comes without a draft.
+
+    An engine that only counts has no steps (``None``); its totals stand for an answer that is
+    decoded to its end.
     """
 
     answer_ids: Sequence[int]  # what the head was trained on
     output_ids: Sequence[int]
-    accepted_per_step: Sequence[int]
+    accepted_per_step: Sequence[int] | None
+    totals: DraftCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -44,20 +50,28 @@ class LearntAcceptance:
 
 def count_learnt(texts: Iterable[DecodedText], *, k: int) -> LearntAcceptance:
     """Pool the steps of ``texts`` with ``k`` drafted tokens each."""
-    steps, accepted, agreed, answered = 0, [0] * k, 0, 0
+    counts, agreed, answered = DraftCounts.none(k), 0, 0
     for text in texts:
         same = shared_prefix(text.answer_ids, text.output_ids)
         agreed += same
         answered += len(text.answer_ids)
-        position = 1
-        for count in text.accepted_per_step:
-            if position >= same:
-                break
-            steps += 1
-            for j in range(min(count, k)):
-                accepted[j] += 1
-            position += count + 1
-    return LearntAcceptance(steps, tuple(accepted), agreed, answered)
+        if text.accepted_per_step is not None:
+            counts += DraftCounts.of_steps(_steps_within(text.accepted_per_step, same), k)
+        elif same == len(text.answer_ids) == len(text.output_ids):
+            assert text.totals is not None, "an engine that tells no steps counts"
+            counts += text.totals
+    return LearntAcceptance(counts.drafts, counts.accepted, agreed, answered)
+
+
+def _steps_within(accepted_per_step: Sequence[int], length: int) -> list[int]:
+    """The steps whose first drafted token is one of the first ``length`` tokens."""
+    kept, position = [], 1
+    for count in accepted_per_step:
+        if position >= length:
+            break
+        kept.append(count)
+        position += count + 1
+    return kept
 
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:

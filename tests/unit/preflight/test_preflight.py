@@ -14,13 +14,16 @@ import torch
 from mtp_train import stages
 from mtp_train.config import Config
 from mtp_train.export import layout, reader
-from mtp_train.preflight import stage
+from mtp_train.preflight import flight, stage
 from mtp_train.preflight.acceptance import DecodedText, count_learnt, shared_prefix
 from mtp_train.preflight.hops import Hop, Judgement, run_hops
 from mtp_train.preflight.plan import preflight_config, training_config
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
+from mtp_train.serving.job import DraftCounts, Served, ServedPrompt, ServingJob
 from mtp_train.settings import load_config
 from mtp_train.validate import subject as subject_module
+from mtp_train.validate.served import decode_ours
+from mtp_train.validate.subject import Subject
 from runtime.head_spec import HeadSpec
 from tests.unit.cli.byte_target import save_byte_target
 from tests.unit.export.tampers import TAMPERS
@@ -100,7 +103,7 @@ def test_every_hop_passes_and_what_is_there_is_not_made_again(
         assert hops[name]["figures"]["agreement"] == 1.0
     assert hops["runtime"]["figures"] == hops["exported head"]["figures"]
     assert [file.stat().st_mtime_ns for file in made] == before
-    assert "every hop holds" in capsys.readouterr().out
+    assert "your engine was not asked" in capsys.readouterr().out
 
 
 def after_export(change: Callable[[Path], None]) -> Callable[[Config], int]:
@@ -177,8 +180,8 @@ def test_a_runtime_that_computes_another_head_fails_the_runtime_hop(
 def test_another_text_than_the_answers_is_not_taken_for_them(
     flown: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer_of = stage.answer_of
-    monkeypatch.setattr(stage, "answer_of", lambda row: answer_of(row)[::-1])
+    answer_of = flight.answer_of
+    monkeypatch.setattr(flight, "answer_of", lambda row: answer_of(row)[::-1])
     expect_failure(fly(make_config(flown)), "runtime", "leaves the target's answers")
 
 
@@ -199,6 +202,83 @@ def test_the_hop_that_is_wrong_is_named(
     (tmp_path / "target").symlink_to(flown / "target")
     changes = {"preflight__max_tokens": 4, **changes}
     expect_failure(fly(make_config(tmp_path, **changes)), hop, named)
+
+
+def engine_like(change: Callable[[ServedPrompt], ServedPrompt]) -> Callable[[Config], Any]:
+    """An ``open_engine`` whose engine is the runtime, with every answer changed."""
+
+    def open_engine(config: Config) -> Callable[[ServingJob], Served]:
+        def serve(job: ServingJob) -> Served:
+            subject = Subject(job.target, job.head, torch.float32, config.runtime)
+            generations = decode_ours(
+                subject,
+                job.prompts,
+                k=job.k,
+                dtype=torch.float32,
+                max_tokens=job.max_tokens,
+                max_running=len(job.groups[0]),
+            )
+            prompts = []
+            for generation in generations:
+                steps = tuple(step.num_accepted for step in generation.steps)
+                counts = DraftCounts.of_steps(steps, job.k)
+                prompts.append(change(ServedPrompt(generation.output_ids, "length", counts, steps)))
+            none = DraftCounts.none(job.k)
+            return Served(
+                "fake", "1.0", job.k, job.dtype, tuple(prompts), none, none, "one_at_a_time"
+            )
+
+        return serve
+
+    return open_engine
+
+
+def accepts_nothing(prompt: ServedPrompt) -> ServedPrompt:
+    steps = (0,) * (len(prompt.output_ids) - 1)
+    return replace(prompt, accepted_per_step=steps)
+
+
+def only_counts(prompt: ServedPrompt) -> ServedPrompt:
+    return replace(prompt, accepted_per_step=None)
+
+
+def says_something_else(prompt: ServedPrompt) -> ServedPrompt:
+    return replace(prompt, output_ids=tuple(token + 1 for token in prompt.output_ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda prompt: prompt, ""),
+        (only_counts, ""),
+        (accepts_nothing, "is not drafted in fake 1.0"),
+        (says_something_else, "the text decoded in fake 1.0 leaves the target's answers"),
+    ],
+)
+def test_the_engine_is_the_last_hop(
+    change: Callable[[ServedPrompt], ServedPrompt],
+    named: str,
+    flown: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And asking one does not make anything again."""
+    made = flown / "runs" / "tiny" / "preflight" / "head" / "model.safetensors"
+    before = made.stat().st_mtime_ns
+    monkeypatch.setattr(stage, "open_engine", engine_like(change))
+    hops = fly(make_config(flown, engine__kind="vllm", engine__python="python"))
+    if named:
+        expect_failure(hops, "engine", named)
+    else:
+        assert hops["engine"]["verdict"] == "passed"
+        assert hops["engine"]["figures"] == hops["exported head"]["figures"]
+    assert made.stat().st_mtime_ns == before
+
+
+def test_an_engine_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    config = make_config(tmp_path, engine__kind="vllm", engine__python="/nowhere/python")
+    with pytest.raises(ValueError, match="no such interpreter"):
+        stage.run(config)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_other_settings_start_over(flown: Path, tmp_path: Path) -> None:
