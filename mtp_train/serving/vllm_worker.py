@@ -67,7 +67,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         raise WorkerError("load", f"{type(error).__name__}: {error}") from error
     loaded = time.monotonic()
     try:
-        served = serve_groups(vllm, llm, job, per_request=PER_REQUEST in arguments)
+        served = serve_groups(vllm, llm, job, per_request=arguments.get(PER_REQUEST) == "detailed")
     except Exception as error:
         raise WorkerError("decode", f"{type(error).__name__}: {error}") from error
     return {
