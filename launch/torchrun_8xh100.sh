@@ -43,6 +43,9 @@ run() {
 # Does the machine have what it takes? Stops here otherwise.
 run mtp doctor "${common[@]}"
 
+# The whole line on 32 of the prompts, in minutes: a hop that loses the draft stops the script here.
+run mtp preflight "${common[@]}" "data.sources=[$SOURCES]"
+
 # The target answers the prompts: one process on one GPU. Servers of the same target on all GPUs are
 # faster: pass data.regenerate.url=[http://host:8000/v1,...].
 run mtp data "${common[@]}" "data.sources=[$SOURCES]" data.regenerate.enabled=true \

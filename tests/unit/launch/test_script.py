@@ -127,7 +127,7 @@ def test_a_stage_that_fails_stops_the_script(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["doctor", "data"]
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["doctor", "preflight", "data"]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
