@@ -60,7 +60,7 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
         self._template = template or None
-        self._kwargs = dict(kwargs or {})
+        self.kwargs = dict(kwargs or {})
         probe = self._probe_answer("A")
         other = self._probe_answer("B")
         if "A" not in probe or "B" not in other:
@@ -68,12 +68,13 @@ class ChatFormat:
         # What the template writes before any answer that has no thoughts (an empty thought block)
         # is not the assistant's: it belongs to the prompt.
         self.injected = common_prefix(probe, other)
-        self.end_of_turn_ids = self._find_end_of_turn(probe)
+        # The token after a plain answer, and all that end an answer of any kind.
+        self.end_of_turn_id, self.end_of_turn_ids = self._find_end_of_turn(probe)
 
     @cached_property
     def template_hash(self) -> str:
         """:func:`hash_template` of this format."""
-        return hash_template(self.tokenizer, template=self._template or "", kwargs=self._kwargs)
+        return hash_template(self.tokenizer, template=self._template or "", kwargs=self.kwargs)
 
     @cached_property
     def call_syntax(self) -> CallSyntax | None:
@@ -190,7 +191,7 @@ class ChatFormat:
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(self._template, tools),
                 add_generation_prompt=add_generation_prompt,
-                **{**self.tokenizer.special_tokens_map, **self._kwargs},
+                **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
         # Templates raise on purpose (raise_exception) and by operating on a missing value.
         except (TemplateError, TypeError) as error:
@@ -223,7 +224,7 @@ class ChatFormat:
         # The prompt opens a thought that the history drops.
         return whole[len(common_prefix(prompt, whole)) :]
 
-    def _find_end_of_turn(self, probe: str) -> frozenset[int]:
+    def _find_end_of_turn(self, probe: str) -> tuple[int, frozenset[int]]:
         """The special token after a plain answer, the end of text, and Llama's "message ended"."""
         special = {
             token: text.content
@@ -240,7 +241,8 @@ class ChatFormat:
                 "data.chat_template ends an answer with no special token: a model trained on it "
                 f"would never stop (an answer is rendered as {probe!r})"
             )
-        return frozenset(token for token in ends if token is not None)
+        usual = after if after is not None else self.tokenizer.eos_token_id
+        return usual, frozenset(token for token in ends if token is not None)
 
 
 def hash_template(tokenizer: Any, *, template: str, kwargs: Mapping[str, Any]) -> str:

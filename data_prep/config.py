@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 Format = Literal["auto", "sharegpt", "openai", "prompts", "tokenized"]
 
 
+# How answers are fetched; they do not depend on it (but for `model`, recorded as reported).
+TRANSPORT = frozenset(
+    {"url", "model", "concurrency", "request_timeout_s", "retries", "api_key_env"}
+)
+
+
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Let the target write the answers, through the runtime."""
+    """Let the target write the answers: through the runtime in this process or, with ``url``,
+    through OpenAI-compatible servers that run it.
+    """
 
     enabled: bool = False
     temperature: float = 0.0
@@ -21,6 +30,12 @@ class RegenerateConfig:
     drop_cut_off: bool = False
     tool_results: Literal["splice", "stop"] = "splice"
     capture_features: bool = False  # hidden states of decoding become features in the same pass
+    url: tuple[str, ...] = ()  # OpenAI-compatible endpoints; none = the runtime answers
+    model: str = ""  # its name at the endpoints; empty = the only one they serve
+    concurrency: int = 32  # requests in flight, per endpoint
+    request_timeout_s: float = 600.0
+    retries: int = 6  # in a row, per question and per endpoint
+    api_key_env: str = ""  # name of the environment variable that holds the key
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -37,6 +52,32 @@ class RegenerateConfig:
             raise ValueError(
                 "data.regenerate.capture_features=true needs data.regenerate.enabled=true: "
                 "only decoding computes the hidden states"
+            )
+        self._check_endpoints()
+
+    def _check_endpoints(self) -> None:
+        for url in self.url:
+            check_url(url, "data.regenerate.url")
+        if len(set(self.url)) < len(self.url):
+            raise ValueError(f"data.regenerate.url={list(self.url)}: the same endpoint twice")
+        if self.url and not self.enabled:
+            raise ValueError(
+                "data.regenerate.url needs data.regenerate.enabled=true: only then are answers "
+                "written anew"
+            )
+        if self.url and self.capture_features:
+            raise ValueError(
+                "data.regenerate.capture_features=true with data.regenerate.url: an endpoint gives "
+                "no hidden states; leave one out (`mtp precompute` computes them afterwards)"
+            )
+        if self.concurrency < 1:
+            raise ValueError(f"data.regenerate.concurrency={self.concurrency}: must be at least 1")
+        if self.retries < 0:
+            raise ValueError(f"data.regenerate.retries={self.retries}: must not be negative")
+        if self.request_timeout_s <= 0:
+            raise ValueError(
+                f"data.regenerate.request_timeout_s={self.request_timeout_s}: must be greater "
+                "than 0"
             )
 
 
@@ -91,3 +132,21 @@ class DataConfig:
             raise ValueError(
                 "data.cut_long_answers=true needs data.max_answer_tokens > 0: the length to cut at"
             )
+
+
+def check_url(url: str, field: str) -> None:
+    """Raise ``ValueError`` unless ``url`` names an HTTP server and holds no password."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
+        has_secret = bool(parts.username or parts.password)
+        _ = parts.port  # raises where it is no number
+    except ValueError:
+        is_server = has_secret = False
+    if has_secret:
+        raise ValueError(
+            f"{field}: no user or password in the address; put the key into an environment "
+            "variable and name that in data.regenerate.api_key_env"
+        )
+    if not is_server:
+        raise ValueError(f"{field}={url!r}: expected an address such as http://localhost:8000/v1")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.chat import ChatFormat
-from data_prep.config import DataConfig
+from data_prep.config import TRANSPORT, DataConfig
 from data_prep.sources import resolve_source, source_files
 from runtime.files import sha256_file
 
@@ -23,7 +23,12 @@ def fingerprint_inputs(
     settings = {
         item.name: getattr(config, item.name) for item in fields(config) if item.name not in skipped
     }
-    settings["regenerate"] = asdict(config.regenerate) if config.regenerate.enabled else None
+    options = config.regenerate
+    settings["regenerate"] = (
+        {key: value for key, value in asdict(options).items() if key not in TRANSPORT}
+        if options.enabled
+        else None
+    )
     # Sources count by content, under the name that rows carry.
     settings["sources"] = {source: _source_hash(source) for source in config.sources}
     inputs = settings | {
@@ -36,6 +41,21 @@ def fingerprint_inputs(
         inputs["target"] = target_fingerprint
     plain: dict[str, Any] = json.loads(json.dumps(inputs))
     return plain
+
+
+def with_identity(
+    inputs: Mapping[str, Any], saved: Mapping[str, Any], config: DataConfig
+) -> dict[str, Any]:
+    """``inputs`` with who answers, as far as that is known without asking an endpoint.
+
+    What a finished set says of its model counts unless the configuration names another.
+    """
+    if not (config.regenerate.enabled and config.regenerate.url):
+        return dict(inputs)
+    answered_by = dict(saved.get("answered_by", {"model": "an endpoint's"}))
+    if config.regenerate.model:
+        answered_by["model"] = config.regenerate.model
+    return dict(inputs) | {"answered_by": answered_by}
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

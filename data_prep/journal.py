@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One finished answer. ``key`` hashes conversation, turn and prompt ids."""
+    """One finished answer. ``key`` hashes conversation, turn and prompt ids.
+
+    ``fault`` is a reject reason: there was an answer, and it cannot be used. ``is_retokenised``:
+    it came as text and was tokenised again.
+    """
 
     key: str
     output_ids: tuple[int, ...]
     finish_reason: FinishReason
+    fault: str = ""
+    detail: str = ""
+    is_retokenised: bool = False
 
 
 class Journal:
@@ -61,14 +68,19 @@ class Journal:
     def __len__(self) -> int:
         return len(self._records)
 
+    @property
+    def num_retokenised(self) -> int:
+        return sum(record.is_retokenised for record in self._records.values())
+
     def get(self, key: str) -> JournalRecord | None:
         return self._records.get(key)
 
-    def append(self, record: JournalRecord) -> None:
-        """Return when the record is durable."""
-        assert record.key not in self._records, f"answer {record.key} finished twice"
-        self._records[record.key] = record
-        self._write([record.key, record.finish_reason, list(record.output_ids)])
+    def append(self, records: Sequence[JournalRecord]) -> None:
+        """Return when the records are durable."""
+        for record in records:
+            assert record.key not in self._records, f"answer {record.key} finished twice"
+            self._records[record.key] = record
+        self._write([_as_line(record) for record in records])
 
     def _load(self, header: dict[str, Any]) -> None:
         self._stream.seek(0)
@@ -79,7 +91,7 @@ class Journal:
             logger.warning("%s: the last line is incomplete and is cut off", self._path)
             self._stream.truncate(complete)
         if not lines:
-            self._write(header)
+            self._write([header])
             return
         parsed = [self._parse(number, line) for number, line in enumerate(lines, start=1)]
         found = parsed[0]
@@ -94,8 +106,9 @@ class Journal:
                 f"{self._path} holds answers made under other settings ({', '.join(names)}): "
                 "use another run or remove the file"
             )
-        for key, reason, ids in parsed[1:]:
-            self._records[key] = JournalRecord(key, tuple(ids), reason)
+        for key, reason, ids, *more in parsed[1:]:
+            extras = more[0] if more else {}
+            self._records[key] = JournalRecord(key, tuple(ids), reason, **extras)
 
     def _parse(self, number: int, line: bytes) -> Any:
         try:
@@ -103,7 +116,19 @@ class Journal:
         except ValueError as error:
             raise ValueError(f"{self._path}: line {number} is damaged: {error}") from error
 
-    def _write(self, value: Any) -> None:
-        self._stream.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+    def _write(self, values: Sequence[Any]) -> None:
+        lines = (json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)
+        self._stream.write(b"".join(lines))
         self._stream.flush()
         os.fsync(self._stream.fileno())
+
+
+def _as_line(record: JournalRecord) -> list[Any]:
+    line: list[Any] = [record.key, record.finish_reason, list(record.output_ids)]
+    extras = {
+        "fault": record.fault,
+        "detail": record.detail,
+        "is_retokenised": record.is_retokenised,
+    }
+    given = {name: value for name, value in extras.items() if value}
+    return [*line, given] if given else line

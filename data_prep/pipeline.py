@@ -12,25 +12,26 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from data_prep.answering import Answering, HiddenSink, OpenAnswering
 from data_prep.chat import ChatFormat, load_chat_format
 from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Record, Reject
-from data_prep.fingerprints import check_same, fingerprint_inputs, tokenizer_hash
+from data_prep.fingerprints import (
+    check_same,
+    fingerprint_inputs,
+    tokenizer_hash,
+    with_identity,
+)
 from data_prep.journal import Journal
 from data_prep.normalise import Normalised, Split, assign_split, normalise, token_prompt_hash
 from data_prep.progress import Progress
-from data_prep.regenerate import (
-    AnswerEngine,
-    HiddenSink,
-    RegenerateContext,
-    journal_header,
-    regenerated_rows,
-)
-from data_prep.rows import ConversationRows, recorded_rows, tokenized_row
+from data_prep.regenerate import RegenerateContext, journal_header, regenerated_rows
+from data_prep.rows import Results, recorded_rows, tokenized_row
 from data_prep.sources import read_source
 from data_prep.statistics import Lengths, SplitStatistics, StatisticsCounter, reject_counts
 from data_prep.token_set import (
@@ -42,11 +43,13 @@ from data_prep.token_set import (
     write_lines,
 )
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "regenerated.jsonl"
 _CHUNK = 512  # conversations tokenised together
-_REGENERATE_CHUNK = 256  # conversations decoded together
 _SPLITS: tuple[Split, ...] = ("train", "validation")
 
 
@@ -94,10 +97,9 @@ def prepare(
     out_dir: Path,
     tokenizer: Any,
     seed: int,
-    engine: AnswerEngine | None = None,
+    open_answering: OpenAnswering | None = None,
     target_fingerprint: str = "",
-    hidden_sink: HiddenSink | None = None,
-    progress: bool = True,
+    console: Console | None = None,
 ) -> DataReport:
     """Make the token set of ``config`` in ``out_dir``.
 
@@ -105,14 +107,14 @@ def prepare(
     reported. Rows come in the order of their conversations' hashes, so ``max_tokens_total`` keeps
     the same rows whatever the order of the sources.
 
-    ``engine`` is needed for (and only for) ``regenerate.enabled``; ``target_fingerprint`` then
-    enters the fingerprint. ``hidden_sink`` is needed for ``regenerate.capture_features``.
+    ``open_answering`` is needed for (and only for) ``regenerate.enabled``, and called only where
+    there is work; ``target_fingerprint`` then enters the fingerprint. ``console`` shows progress.
 
     Raises ``ValueError`` for unusable configuration or sources, for another set in ``out_dir``,
-    and when no training row is left.
+    when nobody answers any more, and when no training row is left.
     """
     options = config.regenerate
-    _check_arguments(config, engine, target_fingerprint, hidden_sink)
+    _check_arguments(config, open_answering, target_fingerprint)
     chat = load_chat_format(
         tokenizer, template_path=config.chat_template, kwargs=config.chat_template_kwargs
     )
@@ -124,7 +126,7 @@ def prepare(
     )
     finished = read_fingerprint(out_dir)
     if finished is not None:
-        check_same(out_dir, finished["inputs"], inputs)
+        check_same(out_dir, finished["inputs"], with_identity(inputs, finished["inputs"], config))
         logger.info("%s: finished already, nothing to do", out_dir)
         return _finished_report(out_dir, finished)
 
@@ -141,30 +143,43 @@ def prepare(
         {split: StatisticsCounter(chat) for split in _SPLITS},
         config.max_tokens_total,
     )
-    with Progress(len(records.conversations), enabled=progress) as bar:
+    notes: list[str] = []
+    with Progress(
+        len(records.conversations), token_budget=config.max_tokens_total, console=console
+    ) as bar:
+        _fill_tokenized(output, records, config, chat, seed, rejects)
         if options.enabled:
-            assert engine is not None, "checked above"
-            header = journal_header(config, seed=seed, inputs=inputs)
-            with Journal(out_dir / JOURNAL_FILE, header=header) as journal:
-                sink = hidden_sink if options.capture_features else None
-                context = RegenerateContext(
-                    chat, engine, journal, config, seed, sink, bar.add_tokens
-                )
-                _fill(output, records, config, chat, seed, rejects, bar, context)
+            assert open_answering is not None, "checked above"
+            with open_answering() as answering:
+                engine = answering.engine
+                if engine.identity:
+                    inputs["answered_by"] = dict(engine.identity)
+                header = journal_header(config, seed=seed, inputs=inputs, identity=engine.identity)
+                sink = _required_sink(config, answering)
+                with Journal(out_dir / JOURNAL_FILE, header=header) as journal:
+                    context = RegenerateContext(
+                        chat, engine, journal, config, seed, sink, bar.add_answer
+                    )
+                    rows = regenerated_rows(records.conversations, context)
+                    _fill(output, records.conversations, rows, config, seed, rejects, bar)
+                    notes += [*engine.notes, *_retokenised_note(journal)]
         else:
-            _fill(output, records, config, chat, seed, rejects, bar, None)
+            recorded = _recorded(records.conversations, chat, config)
+            _fill(output, records.conversations, recorded, config, seed, rejects, bar)
 
     counts = reject_counts(rejects)
     if not output.writers["train"].num_rows:
         raise ValueError(_nothing_left(config, counts))
-    notes = _notes(records, chat, output)
+    notes += _notes(records, chat, output)
+    for note in notes:
+        logger.warning("%s", note)
     report = DataReport(
         path=out_dir,
         is_new=True,
         fingerprint=_combined(output),
         splits={split: output.counters[split].result() for split in _SPLITS},
         rejects=counts,
-        notes=notes,
+        notes=tuple(notes),
         wall_s=time.monotonic() - start,
     )
     _write(out_dir, output, rejects, report, inputs)
@@ -172,22 +187,25 @@ def prepare(
 
 
 def _check_arguments(
-    config: DataConfig,
-    engine: AnswerEngine | None,
-    target_fingerprint: str,
-    hidden_sink: HiddenSink | None,
+    config: DataConfig, open_answering: OpenAnswering | None, target_fingerprint: str
 ) -> None:
     if config.path:
         return
     if not config.sources:
         raise ValueError("data.sources is empty: name at least one source, or set data.path")
-    if config.regenerate.enabled and (engine is None or not target_fingerprint):
+    if config.regenerate.enabled and (open_answering is None or not target_fingerprint):
         raise ValueError(
             "data.regenerate.enabled=true needs an engine and the target's fingerprint: "
             "the target writes the answers"
         )
-    if config.regenerate.capture_features and hidden_sink is None:
+
+
+def _required_sink(config: DataConfig, answering: Answering) -> HiddenSink | None:
+    if not config.regenerate.capture_features:
+        return None
+    if answering.hidden_sink is None:
         raise ValueError("data.regenerate.capture_features=true needs a sink for the hidden states")
+    return answering.hidden_sink
 
 
 def _read_all(config: DataConfig) -> Iterator[Record]:
@@ -196,17 +214,15 @@ def _read_all(config: DataConfig) -> Iterator[Record]:
         yield from read_source(source, format=config.format)
 
 
-def _fill(
+def _fill_tokenized(
     output: _Output,
     records: Normalised,
     config: DataConfig,
     chat: ChatFormat,
     seed: int,
     rejects: list[Reject],
-    bar: Progress,
-    context: RegenerateContext | None,
 ) -> None:
-    """Rows of the token records, then of the conversations, until the budget is spent."""
+    """Rows that arrive as token ids."""
     share = config.validation_share
     vocab_size = len(chat.tokenizer)
     for record in records.tokenized:
@@ -218,35 +234,40 @@ def _fill(
         if reason := output.offer(row, split):
             rejects.append(Reject(reason, record.source, record.record_id))
 
-    size = _CHUNK if context is None else _REGENERATE_CHUNK
-    for start in range(0, len(records.conversations), size):
-        chunk = records.conversations[start : start + size]
-        if output.is_full:
-            rejects.extend(Reject("token_budget", item.source, item.record_id) for item in chunk)
-            continue
-        results = (
-            recorded_rows(chunk, chat, config)
-            if context is None
-            else regenerated_rows(chunk, context)
-        )
-        _take(output, chunk, results, share, seed, rejects)
-        bar.advance(len(chunk))
+
+def _recorded(
+    conversations: Sequence[Conversation], chat: ChatFormat, config: DataConfig
+) -> Results:
+    for start in range(0, len(conversations), _CHUNK):
+        chunk = conversations[start : start + _CHUNK]
+        yield from zip(chunk, recorded_rows(chunk, chat, config), strict=True)
 
 
-def _take(
+def _fill(
     output: _Output,
-    chunk: Sequence[Conversation],
-    results: Sequence[ConversationRows],
-    share: float,
+    conversations: Sequence[Conversation],
+    results: Results,
+    config: DataConfig,
     seed: int,
     rejects: list[Reject],
+    bar: Progress,
 ) -> None:
-    for conversation, result in zip(chunk, results, strict=True):
-        rejects.extend(result.rejects)
-        split = assign_split(conversation.prompt_id, validation_share=share, seed=seed)
-        for row in result.rows:
-            if reason := output.offer(row, split):
-                rejects.append(Reject(reason, conversation.source, conversation.record_id))
+    """Rows of ``conversations``, taken from ``results`` in order until the budget is spent."""
+    num_taken = 0
+    with closing(results):
+        while not output.is_full and (item := next(results, None)) is not None:
+            conversation, result = item
+            num_taken += 1
+            rejects.extend(result.rejects)
+            split = assign_split(
+                conversation.prompt_id, validation_share=config.validation_share, seed=seed
+            )
+            for row in result.rows:
+                if reason := output.offer(row, split):
+                    rejects.append(Reject(reason, conversation.source, conversation.record_id))
+            bar.advance(output.writers["train"].num_tokens)
+    left = conversations[num_taken:]
+    rejects.extend(Reject("token_budget", item.source, item.record_id) for item in left)
 
 
 def _nothing_left(config: DataConfig, counts: Mapping[str, int]) -> str:
@@ -260,15 +281,23 @@ def _nothing_left(config: DataConfig, counts: Mapping[str, int]) -> str:
     return message
 
 
-def _notes(records: Normalised, chat: ChatFormat, output: _Output) -> tuple[str, ...]:
+def _retokenised_note(journal: Journal) -> list[str]:
+    count = journal.num_retokenised
+    if not count:
+        return []
+    return [
+        f"{count:,} of {len(journal):,} answers came as text and were tokenised again: their ids "
+        "are the tokenizer's, not provably those that were generated"
+    ]
+
+
+def _notes(records: Normalised, chat: ChatFormat, output: _Output) -> list[str]:
     notes = []
     if any(item.tools for item in records.conversations) and not chat.renders_tools:
         notes.append("the chat template ignores tool definitions, as a server with it does")
     if not output.writers["validation"].num_rows:
         notes.append("the validation split is empty: raise data.validation_share or add data")
-    for note in notes:
-        logger.warning("%s", note)
-    return tuple(notes)
+    return notes
 
 
 def _write(

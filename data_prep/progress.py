@@ -1,34 +1,62 @@
-"""A progress bar that can be switched off."""
+"""Progress of the data stage: a bar on a terminal, a line in the log every minute elsewhere."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from types import TracebackType
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from data_prep.journal import JournalRecord
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 60.0
+_SPEED_WINDOW_S = 120.0  # what "tokens/s" and the time left are estimated from
 
 
 class Progress:
-    """Conversations done, and tokens generated where the target answers."""
+    """Conversations done, tokens generated where the target answers, tokens per second, time left.
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
+    The end is near when either the conversations or ``token_budget`` (0: none) are used up. Without
+    a console nothing is shown. ``clock`` is in seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        token_budget: int = 0,
+        console: Console | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        is_live = console is not None and console.is_terminal
         self._bar = RichProgress(
             TextColumn("conversations"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[done]}"),
             TextColumn("{task.fields[generated]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            disable=not enabled,
+            console=console,
+            disable=not is_live,
+            speed_estimate_period=_SPEED_WINDOW_S,
         )
-        self._task = self._bar.add_task("conversations", total=total, generated="")
-        self._num_tokens = 0
+        self._task = self._bar.add_task("data", total=1.0, done=f"0/{total:,}", generated="")
+        self._logs = console is not None and not is_live
+        self._clock = clock
+        self._total = total
+        self._budget = token_budget
+        self._num_done = 0
+        self._share = 0.0
+        self._generated = _Rate(clock)
+        self._shares = _Rate(clock)
+        self._num_cut_off = 0
+        self._next_log = clock() + _LOG_EVERY_S
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -41,10 +69,64 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self._bar.stop()
+        if self._logs and kind is None:
+            logger.info("%s", self.describe())
 
-    def advance(self, count: int) -> None:
-        self._bar.advance(self._task, count)
+    def advance(self, num_train_tokens: int) -> None:
+        """One conversation more is done; the training split now has so many tokens."""
+        self._num_done += 1
+        share = self._num_done / self._total
+        if self._budget:
+            share = max(share, num_train_tokens / self._budget)
+        share = min(share, 1.0)
+        self._shares.add(share - self._share)
+        self._share = share
+        self._bar.update(self._task, completed=share, done=f"{self._num_done:,}/{self._total:,}")
+        self._log()
 
-    def add_tokens(self, count: int) -> None:
-        self._num_tokens += count
-        self._bar.update(self._task, generated=f"{self._num_tokens:,} tokens generated")
+    def add_answer(self, record: JournalRecord) -> None:
+        """One answer more was generated."""
+        self._generated.add(len(record.output_ids))
+        self._num_cut_off += record.finish_reason == "length"
+        self._bar.update(self._task, generated=self._answers())
+        self._log()
+
+    def describe(self) -> str:
+        """The bar in words."""
+        parts = [f"{self._num_done:,} of {self._total:,} conversations"]
+        if self._generated.total:
+            parts.append(self._answers())
+        if (rate := self._shares.per_second()) and self._share < 1:
+            parts.append(f"about {(1 - self._share) / rate / 60:.0f} min left")
+        return ", ".join(parts)
+
+    def _answers(self) -> str:
+        text = f"{self._generated.total:,.0f} tokens generated"
+        if rate := self._generated.per_second():
+            text += f" at {rate:,.0f}/s"
+        return text + (f", {self._num_cut_off:,} answers cut off" if self._num_cut_off else "")
+
+    def _log(self) -> None:
+        if self._logs and self._clock() >= self._next_log:
+            self._next_log = self._clock() + _LOG_EVERY_S
+            logger.info("%s", self.describe())
+
+
+class _Rate:
+    """A running total, and how fast it grew over the last window or two."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.total = 0.0
+        self._marks = [(clock(), 0.0)] * 2  # start of the last window, start of this one
+
+    def add(self, amount: float) -> None:
+        self.total += amount
+        if self._clock() - self._marks[1][0] > _SPEED_WINDOW_S:
+            self._marks = [self._marks[1], (self._clock(), self.total)]
+
+    def per_second(self) -> float:
+        """0 while nothing can be said."""
+        start, before = self._marks[0]
+        elapsed = self._clock() - start
+        return (self.total - before) / elapsed if elapsed > 1 else 0.0

@@ -1,8 +1,9 @@
-"""The target writes the answers: each question of a conversation goes through the runtime.
+"""The target writes the answers: each question of a conversation goes to an engine.
 
 A row is the prompt ids a server would have fed plus the ids the target generated, so nothing is
-tokenised twice. Questions of one depth are decoded together (continuous batching); the next depth
-sees the regenerated answers. Every finished answer is journaled before it is used.
+tokenised twice. Conversations enter one by one and leave in the same order; in between as many
+questions are in flight as the engine has room for, and the next question of a conversation follows
+as soon as its answer is there. Every finished answer is journaled before it is used.
 """
 
 from __future__ import annotations
@@ -10,42 +11,33 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
+from data_prep.answering import AnswerEngine, HiddenSink, Question, Reply
 from data_prep.chat import ChatFormat, UnrenderableError
 from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Message, Reject
 from data_prep.journal import Journal, JournalRecord
-from data_prep.normalise import Split, assign_split
-from data_prep.rows import Answer, ConversationRows, fit_answer, join_answers, prompt_fault
-from data_prep.token_set import TokenRow
-from runtime.request import Generation, HiddenRows, Request, SamplingParams
+from data_prep.normalise import assign_split
+from data_prep.rows import (
+    Answer,
+    ConversationRows,
+    Results,
+    fit_answer,
+    join_answers,
+    prompt_fault,
+)
+from runtime.request import HiddenRows, SamplingParams
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
-HiddenSink = Callable[[HiddenRows, TokenRow, Split], None]
-"""Receives the hidden states of one kept row: one per token of the row but the last.
-
-It must be idempotent by the row's ``sample_id``: after a crash between the sink and the journal an
-answer is decoded, and handed over, again. It need not be durable when it returns: an answer that is
-in the journal is never handed over again, so what a crash costs the sink has to be computed from
-the token set later (`mtp precompute`). It may see a row that later falls to the token budget.
-"""
-
-
-class AnswerEngine(Protocol):
-    """What regeneration needs of an engine."""
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        hidden_sink: Callable[[HiddenRows], None] | None = None,
-        on_finish: Callable[[Generation], None] | None = None,
-    ) -> list[Generation]: ...
+# Conversations begun before the oldest is finished: bounds memory, and answers asked in vain when
+# the token budget ends the run. Beyond that, one slow answer would stall the engine.
+_MIN_LOOK_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class RegenerateContext:
     config: DataConfig
     seed: int
     hidden_sink: HiddenSink | None = None
-    on_answer: Callable[[int], None] | None = None  # number of generated tokens
+    on_answer: Callable[[JournalRecord], None] | None = None  # newly generated, and journaled
 
 
 @dataclass
@@ -82,22 +74,18 @@ class _Dialogue:
             self.reject(reason, detail)
 
 
-@dataclass(frozen=True)
-class _Question:
-    dialogue: _Dialogue
-    turn: int  # index of the answer's message, recorded or not
-    prompt_ids: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        name = [self.dialogue.conversation.conversation_id, self.turn, self.prompt_ids]
-        return hashlib.sha256(json.dumps(name).encode()).hexdigest()[:32]
-
-
-def journal_header(config: DataConfig, *, seed: int, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What an answer depends on beside its prompt: sampling, target, tokenizer, template."""
+def journal_header(
+    config: DataConfig, *, seed: int, inputs: Mapping[str, Any], identity: Mapping[str, str]
+) -> dict[str, Any]:
+    """What an answer depends on beside its prompt: sampling, target, tokenizer, template, and who
+    answers where that is not the target's own files.
+    """
     options = config.regenerate
-    header = {key: inputs[key] for key in ("target", "tokenizer", "chat_template") if key in inputs}
+    header: dict[str, Any] = {
+        key: inputs[key] for key in ("target", "tokenizer", "chat_template") if key in inputs
+    }
+    if identity:
+        header["answered_by"] = dict(identity)
     return header | {
         "seed": seed,
         "temperature": options.temperature,
@@ -109,47 +97,88 @@ def journal_header(config: DataConfig, *, seed: int, inputs: dict[str, Any]) -> 
     }
 
 
-def regenerated_rows(
-    conversations: Sequence[Conversation], context: RegenerateContext
-) -> list[ConversationRows]:
-    """Rows with answers written by the target, one result per conversation, in order."""
-    dialogues = [_Dialogue(conversation) for conversation in conversations]
-    while questions := _next_questions(dialogues, context):
-        for question, record in zip(questions, _answer(questions, context), strict=True):
-            _take_answer(question, record, context)
-    # Captured hidden states belong to single answers, and so must the rows.
-    join = context.hidden_sink is None
-    return [
-        ConversationRows(
-            join_answers(
-                dialogue.conversation.conversation_id,
-                dialogue.conversation.source,
-                dialogue.answers,
-                join=join,
-            ),
-            tuple(dialogue.rejects),
-        )
-        for dialogue in dialogues
-    ]
+def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateContext) -> Results:
+    """Each conversation with rows whose answers the target wrote, in order.
+
+    Closing the iterator gives up what is in flight.
+    """
+    engine = context.engine
+    waiting = iter(conversations)
+    begun: deque[_Dialogue] = deque()
+    asked: dict[str, tuple[_Dialogue, Question]] = {}
+
+    def ask(dialogue: _Dialogue) -> None:
+        """Go on with a dialogue until it waits for the engine or is closed."""
+        while question := _next_question(dialogue, context):
+            record = context.journal.get(question.key)
+            if record is None:
+                assert question.key not in asked, "conversations are unique"
+                asked[question.key] = (dialogue, question)
+                engine.submit(question, captures_hidden=context.hidden_sink is not None)
+                return
+            _take_answer(dialogue, question, record, context)
+
+    try:
+        while True:
+            look_ahead = max(_MIN_LOOK_AHEAD, 2 * engine.capacity)
+            while len(asked) < engine.capacity and len(begun) < look_ahead:
+                conversation = next(waiting, None)
+                if conversation is None:
+                    break
+                begun.append(_Dialogue(conversation))
+                ask(begun[-1])
+            while begun and not begun[0].is_open:
+                dialogue = begun.popleft()
+                yield dialogue.conversation, _rows(dialogue, context)
+            if asked:
+                replies = engine.collect()
+                settled = [(*asked.pop(reply.key), reply) for reply in replies]
+                for record, (dialogue, question, _) in zip(
+                    _settle(settled, context), settled, strict=True
+                ):
+                    _take_answer(dialogue, question, record, context)
+                for dialogue, _, _ in settled:
+                    ask(dialogue)
+            elif not begun:
+                return
+    finally:
+        engine.cancel()
 
 
-def _next_questions(dialogues: Sequence[_Dialogue], context: RegenerateContext) -> list[_Question]:
-    asked: list[tuple[_Dialogue, str]] = []
-    for dialogue in dialogues:
-        if dialogue.is_open and _advance(dialogue):
-            try:
-                tools = dialogue.conversation.tools
-                asked.append((dialogue, context.chat.prompt_text(dialogue.history, tools)))
-            except UnrenderableError as error:
-                dialogue.close(error.reason, error.detail)
-    questions = []
-    encoded = context.chat.encode([text for _, text in asked])
-    for (dialogue, _), ids in zip(asked, encoded, strict=True):
-        if fault := prompt_fault(len(ids), context.config):
-            dialogue.close(fault, f"{len(ids)} prompt tokens; this and later answers")
-        else:
-            questions.append(_Question(dialogue, dialogue.position, tuple(ids)))
-    return questions
+def _rows(dialogue: _Dialogue, context: RegenerateContext) -> ConversationRows:
+    conversation = dialogue.conversation
+    rows = join_answers(
+        conversation.conversation_id,
+        conversation.source,
+        dialogue.answers,
+        # Captured hidden states belong to single answers, and so must the rows.
+        join=context.hidden_sink is None,
+    )
+    return ConversationRows(rows, tuple(dialogue.rejects))
+
+
+def _next_question(dialogue: _Dialogue, context: RegenerateContext) -> Question | None:
+    """What to ask next; ``None`` closes the dialogue."""
+    if not dialogue.is_open or not _advance(dialogue):
+        return None
+    conversation = dialogue.conversation
+    try:
+        text = context.chat.prompt_text(dialogue.history, conversation.tools)
+    except UnrenderableError as error:
+        dialogue.close(error.reason, error.detail)
+        return None
+    (prompt_ids,) = context.chat.encode([text])
+    if fault := prompt_fault(len(prompt_ids), context.config):
+        dialogue.close(fault, f"{len(prompt_ids)} prompt tokens; this and later answers")
+        return None
+    name = [conversation.conversation_id, dialogue.position, prompt_ids]
+    return Question(
+        key=hashlib.sha256(json.dumps(name).encode()).hexdigest()[:32],
+        prompt_ids=tuple(prompt_ids),
+        sampling=_sampling(dialogue, len(prompt_ids), context),
+        messages=tuple(dialogue.history),
+        tools=conversation.tools,
+    )
 
 
 def _advance(dialogue: _Dialogue) -> bool:
@@ -169,85 +198,60 @@ def _advance(dialogue: _Dialogue) -> bool:
     return False
 
 
-def _answer(questions: Sequence[_Question], context: RegenerateContext) -> list[JournalRecord]:
-    """Answers of all questions: from the journal, the rest from one call of the engine."""
-    by_key = {question.key: question for question in questions}
-    assert len(by_key) == len(questions), "conversations are unique"
-    requests = [
-        _request(question, context)
-        for key, question in by_key.items()
-        if context.journal.get(key) is None
-    ]
-    aborted: dict[str, JournalRecord] = {}
-    hidden: dict[str, HiddenRows] = {}
-    finished: dict[str, Generation] = {}
-    capture = context.hidden_sink is not None
-
-    def settle(key: str) -> None:
-        """Once an answer, and its hidden states if wanted, are there: sink first, then journal."""
-        if key not in finished or (capture and key not in hidden):
-            return
-        generation = finished.pop(key)
-        record = JournalRecord(key, tuple(generation.output_ids), generation.finish_reason)
-        _hand_over(by_key[key], record, hidden.pop(key, None), context)
-        context.journal.append(record)
-        if context.on_answer is not None:
-            context.on_answer(len(record.output_ids))
-
-    def on_hidden(rows: HiddenRows) -> None:
-        hidden[rows.key] = rows
-        settle(rows.key)
-
-    def on_finish(generation: Generation) -> None:
-        key = generation.request_id
-        if generation.finish_reason == "abort":
-            aborted[key] = JournalRecord(key, tuple(generation.output_ids), "abort")
-        else:
-            finished[key] = generation
-            settle(key)
-
-    if requests:
-        context.engine.generate(
-            requests, hidden_sink=on_hidden if capture else None, on_finish=on_finish
-        )
-        assert not finished, f"{len(finished)} answers came without their hidden states"
-    records = []
-    for key in by_key:
-        record = context.journal.get(key) or aborted.get(key)
-        assert record is not None, f"the engine did not finish request {key}"
-        records.append(record)
-    return records
-
-
-def _request(question: _Question, context: RegenerateContext) -> Request:
+def _sampling(dialogue: _Dialogue, prompt_len: int, context: RegenerateContext) -> SamplingParams:
     config = context.config
     options = config.regenerate
-    limits = [options.max_tokens, config.max_tokens - len(question.prompt_ids)]
+    limits = [options.max_tokens, config.max_tokens - prompt_len]
     if config.max_answer_tokens:
         limits.append(config.max_answer_tokens)
-    conversation_id = question.dialogue.conversation.conversation_id
-    sampling = SamplingParams(
+    conversation_id = dialogue.conversation.conversation_id
+    return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
-        seed=derive_seed(context.seed, "regenerate", conversation_id, question.turn),
+        seed=derive_seed(context.seed, "regenerate", conversation_id, dialogue.position),
         max_tokens=min(limits),
         stop_token_ids=tuple(sorted(context.chat.end_of_turn_ids)),
     )
-    return Request(question.key, question.prompt_ids, sampling)
+
+
+def _settle(
+    settled: Sequence[tuple[_Dialogue, Question, Reply]], context: RegenerateContext
+) -> list[JournalRecord]:
+    """Make the replies durable: hidden states to the sink first, then the journal."""
+    records = []
+    for dialogue, question, reply in settled:
+        record = JournalRecord(
+            reply.key,
+            reply.output_ids,
+            reply.finish_reason,
+            reply.fault,
+            reply.detail,
+            reply.is_retokenised,
+        )
+        records.append(record)
+        if context.hidden_sink is not None and reply.finish_reason != "abort":
+            assert reply.hidden is not None, f"answer {reply.key} came without its hidden states"
+            _hand_over(dialogue, question, record, reply.hidden, context)
+    finished = [record for record in records if record.finish_reason != "abort"]
+    context.journal.append(finished)
+    if context.on_answer is not None:
+        for record in finished:
+            context.on_answer(record)
+    return records
 
 
 def _hand_over(
-    question: _Question,
+    dialogue: _Dialogue,
+    question: Question,
     record: JournalRecord,
-    hidden: HiddenRows | None,
+    hidden: HiddenRows,
     context: RegenerateContext,
 ) -> None:
-    if context.hidden_sink is None or hidden is None:
-        return
-    answer = _fit(question, record, context.config)
+    assert context.hidden_sink is not None
+    answer = _fit(dialogue, question, record, context.config)
     if isinstance(answer, Answer):
-        conversation = question.dialogue.conversation
+        conversation = dialogue.conversation
         (row,) = join_answers(conversation.conversation_id, conversation.source, [answer])
         assert hidden.token_ids == row.input_ids[:-1], "one state per token but the last"
         share = context.config.validation_share
@@ -255,28 +259,36 @@ def _hand_over(
         context.hidden_sink(hidden, row, split)
 
 
-def _fit(question: _Question, record: JournalRecord, config: DataConfig) -> Answer | str:
+def _fit(
+    dialogue: _Dialogue, question: Question, record: JournalRecord, config: DataConfig
+) -> Answer | str:
     cut_off = record.finish_reason == "length"
+    if record.fault:
+        return record.fault
     if record.finish_reason == "abort":
         return "aborted"
     if cut_off and config.regenerate.drop_cut_off:
         return "cut_off"
-    answer = Answer(question.turn, question.prompt_ids, record.output_ids, cut_off)
+    answer = Answer(dialogue.position, question.prompt_ids, record.output_ids, cut_off)
     return fit_answer(answer, config)
 
 
-def _take_answer(question: _Question, record: JournalRecord, context: RegenerateContext) -> None:
+def _take_answer(
+    dialogue: _Dialogue, question: Question, record: JournalRecord, context: RegenerateContext
+) -> None:
     """Add the answer to its dialogue and see whether the dialogue can go on."""
-    dialogue = question.dialogue
-    answer = _fit(question, record, context.config)
+    answer = _fit(dialogue, question, record, context.config)
     if isinstance(answer, str):
-        dialogue.reject(answer)
+        dialogue.reject(answer, record.detail)
     else:
         dialogue.answers.append(answer)
     recorded = dialogue.conversation.messages
     original = recorded[dialogue.position] if dialogue.position < len(recorded) else None
     if original is not None and original.role == "assistant":
         dialogue.position += 1
+    if record.fault:  # what was said is not known to the token
+        dialogue.close()
+        return
     if record.finish_reason != "stop":
         more = dialogue.position < len(recorded)
         dialogue.close("after_cut_off" if more else "", "would follow half an answer")

@@ -7,7 +7,7 @@ template that rewrites history breaks that, and then each answer keeps its own r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from data_prep.chat import ChatFormat, TurnText, UnrenderableError
@@ -37,6 +37,10 @@ class ConversationRows:
 
     rows: tuple[TokenRow, ...]
     rejects: tuple[Reject, ...]
+
+
+Results = Generator[tuple[Conversation, ConversationRows], None, None]
+"""Conversations with what became of them, in order."""
 
 
 def prompt_fault(num_prompt_tokens: int, config: DataConfig) -> str:

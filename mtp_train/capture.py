@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from data_prep.answering import HiddenSink
 from data_prep.normalise import Split
-from data_prep.regenerate import HiddenSink
 from data_prep.token_set import TokenRow
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup

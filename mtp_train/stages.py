@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_train.app import dump_config
 from mtp_train.config import Config
@@ -24,10 +23,8 @@ from mtp_train.run_dir import RunDirectory
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from data_prep.regenerate import HiddenSink
     from mtp_train.distributed import ProcessGroup
     from mtp_train.events import EventLog
-    from runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -237,24 +234,24 @@ def _prepare_data(config: Config, scope: StageScope) -> None:
     from data_prep.pipeline import prepare
     from data_prep.statistics import preview, statistics_tables
     from data_prep.token_set import load_token_set
-    from mtp_train.features.target import load_tokenizer, target_directory
+    from mtp_train.answering import answering_opener
+    from mtp_train.features.target import cache_directory, load_tokenizer, target_directory
+    from runtime.models.loader import fingerprint_target
     from runtime.seeds import derive_seed
 
     directory = target_directory(config.target)
     tokenizer = load_tokenizer(config.target, directory)
-    with ExitStack() as stack:
-        answering = _Answering()
-        if config.data.regenerate.enabled and not config.data.path:
-            answering = _open_answering(config, scope, directory, tokenizer, stack)
-        report = prepare(
-            config.data,
-            out_dir=scope.run.data,
-            tokenizer=tokenizer,
-            seed=derive_seed(config.seed, "data"),
-            engine=answering.engine,
-            target_fingerprint=answering.target_fingerprint,
-            hidden_sink=answering.hidden_sink,
-        )
+    report = prepare(
+        config.data,
+        out_dir=scope.run.data,
+        tokenizer=tokenizer,
+        seed=derive_seed(config.seed, "data"),
+        open_answering=answering_opener(
+            config, directory, tokenizer, group=scope.group, events=scope.events
+        ),
+        target_fingerprint=fingerprint_target(directory, cache_dir=cache_directory(config.target)),
+        console=scope.console,
+    )
     chat = load_chat_format(
         tokenizer,
         template_path=config.data.chat_template,
@@ -264,52 +261,9 @@ def _prepare_data(config: Config, scope: StageScope) -> None:
     scope.console.print(statistics_tables(report.splits, report.rejects))
     scope.console.print(preview(list(rows), chat))
     scope.events.write(
-        "token_set", fingerprint=report.fingerprint, is_new=report.is_new, splits=report.splits
+        "token_set",
+        fingerprint=report.fingerprint,
+        is_new=report.is_new,
+        splits=report.splits,
+        notes=report.notes,
     )
-
-
-@dataclass(frozen=True)
-class _Answering:
-    """What regeneration needs; empty when the recorded answers are used."""
-
-    engine: Engine | None = None
-    target_fingerprint: str = ""
-    hidden_sink: HiddenSink | None = None
-
-
-def _open_answering(
-    config: Config, scope: StageScope, directory: Path, tokenizer: Any, stack: ExitStack
-) -> _Answering:
-    """A plain decoding engine for the target's answers; its features are kept if asked for.
-
-    A capture is closed with ``stack``.
-    """
-    from mtp_train.capture import open_capture
-    from mtp_train.features.sources import RuntimeSource
-    from mtp_train.features.target import cache_directory
-    from mtp_train.features.workbench import load_workbench
-    from mtp_train.targets import open_target
-    from runtime.cpu import set_threads
-    from runtime.engine import Engine
-    from runtime.models.config import load_config
-    from runtime.models.loader import fingerprint_target
-
-    device = scope.group.device
-    sink = None
-    if config.data.regenerate.capture_features:
-        max_len = config.data.max_tokens
-        bench = load_workbench(config, directory, group=scope.group, max_len=max_len)
-        assert isinstance(bench.source, RuntimeSource), "other sources are refused with captures"
-        model = bench.source.model
-        sink = stack.enter_context(open_capture(config, directory, bench, group=scope.group))
-    else:
-        set_threads(config.runtime.num_threads)
-        model = open_target(config.target, device=device).model
-    engine = Engine(
-        model,
-        config=config.runtime,
-        eos_token_ids=load_config(directory).eos_token_ids,
-        tokenizer=tokenizer,
-    )
-    fingerprint = fingerprint_target(directory, cache_dir=cache_directory(config.target))
-    return _Answering(engine, fingerprint, sink)

@@ -190,7 +190,7 @@ class Engine:
             generation = self._generation(state)
             results[generation.request_id] = generation
             if hidden_sink is not None:
-                hidden_sink(_hidden_rows(state, len(state.tokens) - 1))
+                hidden_sink(state.take_hidden(len(state.tokens) - 1))
             if on_finish is not None:
                 on_finish(generation)
         return [results[request.request_id] for request in requests]
@@ -385,7 +385,7 @@ class Engine:
         scheduler.max_rows_per_request = 1 if one_row else 0
         try:
             for state in self._run(states):
-                yield _hidden_rows(state, len(state.tokens))
+                yield state.take_hidden(len(state.tokens))
         finally:
             scheduler.max_batch_tokens, scheduler.max_rows_per_request = saved
 
@@ -399,14 +399,3 @@ class Engine:
             steps=tuple(state.steps),
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
         )
-
-
-def _hidden_rows(state: RequestState, length: int) -> HiddenRows:
-    """The first ``length`` rows of a finished request (the pieces are dropped from the state)."""
-    hidden = torch.cat(state.hidden)[:length] if state.hidden else torch.empty(0, 0)
-    draft = torch.cat(state.draft_hidden)[: length - 1] if state.draft_hidden else None
-    state.hidden.clear()
-    state.draft_hidden.clear()
-    return HiddenRows(
-        state.request.request_id, tuple(state.tokens[: hidden.shape[0]]), hidden, draft
-    )

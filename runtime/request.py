@@ -155,6 +155,15 @@ class RequestState:
     def output_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
+    def take_hidden(self, length: int) -> HiddenRows:
+        """The first ``length`` captured rows; the state keeps none."""
+        hidden_TD = torch.cat(self.hidden)[:length] if self.hidden else torch.empty(0, 0)
+        draft_TD = torch.cat(self.draft_hidden)[: length - 1] if self.draft_hidden else None
+        self.hidden.clear()
+        self.draft_hidden.clear()
+        ids = tuple(self.tokens[: hidden_TD.shape[0]])
+        return HiddenRows(self.request.request_id, ids, hidden_TD, draft_TD)
+
     def reset_for_recompute(self) -> None:
         """Forget everything that prefill rebuilds; keep the tokens and the step history."""
         self.phase, self.row, self.committed = Phase.WAITING, -1, 0

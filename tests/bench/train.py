@@ -79,7 +79,6 @@ def sharegpt_rows(target: Target, *, limit: int) -> list[tuple[list[int], list[b
             out_dir=Path(folder),
             tokenizer=AutoTokenizer.from_pretrained(target.path),
             seed=1,
-            progress=False,
         )
         rows = list(load_token_set(Path(folder)).rows("train"))[:limit]
         return [(list(row.input_ids), list(row.loss_mask)) for row in rows]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.answering import Answering, HiddenSink, Question, Reply
 from data_prep.conversation import Conversation, Message
 from data_prep.token_set import TokenRow
-from runtime.request import Generation, HiddenRows, Request
+from runtime.request import FinishReason, HiddenRows
 from tests.fixtures.fetch_tokenizers import DEFAULT_FOLDER
 
 CHATML = (
@@ -69,66 +71,71 @@ def write_sharegpt(path: Path, conversations: dict[str, Sequence[str]]) -> Path:
 
 
 class FakeEngine:
-    """Answers by ``respond(prompt text, sampling seed)``, in an order unlike the requests'.
+    """Answers by ``respond(prompt text, question)``, in an order unlike that of the questions.
 
-    Keeps to the contract of ``runtime.engine.Engine.generate``: the stop token is part of the
-    output, the last token has no hidden state. Hidden row i is ``[token id, position]``.
+    Keeps to the contract of ``AnswerEngine``: the stop token is part of the output, the last token
+    has no hidden state. Hidden row i is ``[token id, position]``.
     """
 
     def __init__(
         self,
         tokenizer: Any,
-        respond: Callable[[str, Request], str] | None = None,
+        respond: Callable[[str, Question], str] | None = None,
         *,
-        hidden_first: bool = True,
+        capacity: int = 5,
     ) -> None:
         self.tokenizer = tokenizer
         self.respond = respond or plain_answer
-        self.requests: list[Request] = []
-        self.hidden_first = hidden_first
+        self.questions: list[Question] = []
+        self.capacity = capacity
+        self.identity: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
+        self.in_flight: dict[str, tuple[Question, bool]] = {}
+        self.most_in_flight = 0
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        *,
-        hidden_sink: Callable[[HiddenRows], None] | None = None,
-        on_finish: Callable[[Generation], None] | None = None,
-    ) -> list[Generation]:
-        assert len({r.request_id for r in requests}) == len(requests)
-        self.requests.extend(requests)
-        done = {}
-        for request in sorted(requests, key=lambda r: r.request_id):
-            generation = self._finish(request)
-            done[request.request_id] = generation
-            calls = [lambda g=generation: on_finish(g) if on_finish else None]
-            if hidden_sink is not None:
-                calls.append(lambda g=generation: hidden_sink(hidden_rows(g)))
-            for call in reversed(calls) if self.hidden_first else calls:
-                call()
-        return [done[request.request_id] for request in requests]
+    @contextmanager
+    def open(self, hidden_sink: HiddenSink | None = None) -> Iterator[Answering]:
+        yield Answering(self, hidden_sink)
 
-    def _finish(self, request: Request) -> Generation:
-        prompt = self.tokenizer.decode(list(request.prompt_ids))
-        text = self.respond(prompt, request)
+    def submit(self, question: Question, *, captures_hidden: bool = False) -> None:
+        assert question.key not in self.in_flight
+        self.questions.append(question)
+        self.in_flight[question.key] = (question, captures_hidden)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def collect(self) -> list[Reply]:
+        """The two with the smallest keys."""
+        assert self.in_flight
+        keys = sorted(self.in_flight)[:2]
+        return [self._reply(*self.in_flight.pop(key)) for key in keys]
+
+    def cancel(self) -> None:
+        self.in_flight.clear()
+
+    def _reply(self, question: Question, captures_hidden: bool) -> Reply:
+        prompt = self.tokenizer.decode(list(question.prompt_ids))
+        text = self.respond(prompt, question)
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [*ids, self.tokenizer.eos_token_id]
-        assert self.tokenizer.eos_token_id in request.sampling.stop_token_ids
-        limit = request.sampling.max_tokens
-        reason = "stop" if len(ids) <= limit else "length"
-        return Generation(request.request_id, request.prompt_ids, tuple(ids[:limit]), reason)
+        assert self.tokenizer.eos_token_id in question.sampling.stop_token_ids
+        limit = question.sampling.max_tokens
+        output_ids = tuple(ids[:limit])
+        hidden = hidden_rows(question, output_ids) if captures_hidden else None
+        reason: FinishReason = "stop" if len(ids) <= limit else "length"
+        return Reply(question.key, output_ids, reason, hidden=hidden)
 
 
-def plain_answer(prompt: str, request: Request) -> str:
+def plain_answer(prompt: str, question: Question) -> str:
     """Words that depend on the prompt and, when sampling, on the seed."""
-    seed = request.sampling.seed if request.sampling.temperature else 0
+    seed = question.sampling.seed if question.sampling.temperature else 0
     digest = hashlib.sha256(f"{seed}:{prompt}".encode()).hexdigest()
     return f"the answer {digest[: 4 + int(digest[0], 16)]}"
 
 
-def hidden_rows(generation: Generation) -> HiddenRows:
-    ids = (generation.prompt_ids + generation.output_ids)[:-1]
+def hidden_rows(question: Question, output_ids: tuple[int, ...]) -> HiddenRows:
+    ids = (question.prompt_ids + output_ids)[:-1]
     hidden_TD = torch.tensor([[token, i] for i, token in enumerate(ids)], dtype=torch.float32)
-    return HiddenRows(generation.request_id, ids, hidden_TD)
+    return HiddenRows(question.key, ids, hidden_TD)
 
 
 def prompt_ids(row: TokenRow | Mapping[str, Any]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def run(
     config = config or DataConfig(validation_share=0.2)
     if config.sources == ("sharegpt",):
         config = replace(config, sources=(str(source),))
-    arguments = {"tokenizer": tiny, "seed": 1, "progress": False} | kwargs
+    arguments = {"tokenizer": tiny, "seed": 1} | kwargs
     report = prepare(config, out_dir=tmp_path / out, **arguments)
     return report, load_token_set(report.path)
 

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep.answering import Answering, Question, RuntimeAnswers
 from data_prep.config import DataConfig, RegenerateConfig
 from data_prep.conversation import Message
 from data_prep.journal import Journal, JournalRecord
@@ -18,7 +20,7 @@ from data_prep.normalise import Split
 from data_prep.pipeline import DataReport, prepare
 from data_prep.statistics import mask_spans
 from data_prep.token_set import TokenRow, load_token_set
-from runtime.request import HiddenRows, Request
+from runtime.request import HiddenRows
 from tests.unit.data_prep.helpers import (
     FakeEngine,
     plain_answer,
@@ -48,8 +50,15 @@ def source(tmp_path: Path) -> Path:
 def run(
     settings: DataConfig, out: Path, engine: FakeEngine, **kwargs: Any
 ) -> tuple[DataReport, list[TokenRow]]:
-    arguments = {"seed": 1, "target_fingerprint": "target", "progress": False} | kwargs
-    report = prepare(settings, out_dir=out, tokenizer=engine.tokenizer, engine=engine, **arguments)
+    sink = kwargs.pop("hidden_sink", None)
+    arguments = {"seed": 1, "target_fingerprint": "target"} | kwargs
+    report = prepare(
+        settings,
+        out_dir=out,
+        tokenizer=engine.tokenizer,
+        open_answering=lambda: engine.open(sink),
+        **arguments,
+    )
     token_set = load_token_set(out)
     return report, [*token_set.rows("train"), *token_set.rows("validation")]
 
@@ -64,8 +73,8 @@ def test_each_answer_follows_the_prompt_a_server_would_feed(
     engine = FakeEngine(tiny)
     report, rows = run(config(source), tmp_path / "out", engine)
     assert len(rows) == len(TALKS)
-    assert len(engine.requests) == 2 * len(TALKS)
-    by_id = {request.prompt_ids: request for request in engine.requests}
+    assert len(engine.questions) == 2 * len(TALKS)
+    by_id = {question.prompt_ids: question for question in engine.questions}
     for row in rows:
         history: list[dict[str, str]] = []
         question = tiny.decode(prompt_ids(row)).split("\n")[1].removesuffix("<|im_end|>")
@@ -91,7 +100,7 @@ def test_sampling_seeds_depend_on_seed_conversation_and_turn_only(
         engine = FakeEngine(tiny)
         write_sharegpt(source, talks)
         run(config(source, temperature=0.7), tmp_path / name, engine, seed=seed)
-        return {request.prompt_ids: request.sampling.seed for request in engine.requests}
+        return {question.prompt_ids: question.sampling.seed for question in engine.questions}
 
     whole = seeds("a", 1, TALKS)
     assert len(set(whole.values())) == 2 * len(TALKS)
@@ -113,7 +122,7 @@ def test_answers_cut_by_the_limit_are_marked_and_end_the_conversation(
 
 
 def test_answers_cut_by_the_limit_can_be_dropped(tmp_path: Path, source: Path, tiny: Any) -> None:
-    def respond(prompt: str, request: Request) -> str:
+    def respond(prompt: str, question: Question) -> str:
         return "the answer " * 40 if "question 3" in prompt else "short"
 
     settings = config(source, max_tokens=20, drop_cut_off=True)
@@ -129,10 +138,10 @@ def test_a_request_never_asks_for_more_than_the_row_may_hold(
     engine = FakeEngine(tiny)
     settings = replace(config(source), max_tokens=60, max_answer_tokens=30)
     _, rows = run(settings, tmp_path / "out", engine)
-    assert engine.requests
-    for request in engine.requests:
-        room = 60 - len(request.prompt_ids)
-        assert request.sampling.max_tokens == min(room, 30)
+    assert engine.questions
+    for question in engine.questions:
+        room = 60 - len(question.prompt_ids)
+        assert question.sampling.max_tokens == min(room, 30)
     assert max(len(row.input_ids) for row in rows) <= 60
 
 
@@ -146,9 +155,8 @@ def test_prompts_without_answers_are_answered_in_turn(tmp_path: Path, tiny: Any)
     assert text.index("first?") < text.index("the answer") < text.index("second?")
 
 
-@pytest.mark.parametrize("hidden_first", [True, False])
 def test_the_sink_gets_states_and_mask_of_every_row(
-    tmp_path: Path, source: Path, tiny: Any, hidden_first: bool
+    tmp_path: Path, source: Path, tiny: Any
 ) -> None:
     seen: dict[str, tuple[HiddenRows, TokenRow, Split]] = {}
 
@@ -156,7 +164,7 @@ def test_the_sink_gets_states_and_mask_of_every_row(
         assert row.sample_id not in seen
         seen[row.sample_id] = (hidden, row, split)
 
-    engine = FakeEngine(tiny, hidden_first=hidden_first)
+    engine = FakeEngine(tiny)
     settings = config(source, capture_features=True)
     run(settings, tmp_path / "out", engine, hidden_sink=sink)
     token_set = load_token_set(tmp_path / "out")
@@ -179,7 +187,7 @@ def test_a_repeated_run_asks_the_engine_nothing(tmp_path: Path, source: Path, ti
     (out / "fingerprint.json").unlink()
     engine = FakeEngine(tiny)
     second, again = run(config(source), out, engine)
-    assert engine.requests == []
+    assert engine.questions == []
     assert again == rows
     assert second.fingerprint == first.fingerprint
 
@@ -203,7 +211,7 @@ def test_an_engine_a_target_and_a_sink_are_demanded(
     with pytest.raises(ValueError, match="capture_features=true needs a sink"):
         prepare(
             config(source, capture_features=True),
-            engine=FakeEngine(tiny),
+            open_answering=FakeEngine(tiny).open,
             target_fingerprint="t",
             **arguments,
         )
@@ -238,7 +246,7 @@ def tool_source(tmp_path: Path) -> Path:
 def regenerate_tools(
     tmp_path: Path, qwen3: Any, first: str, **options: Any
 ) -> tuple[DataReport, list[TokenRow], FakeEngine]:
-    def respond(prompt: str, request: Request) -> str:
+    def respond(prompt: str, question: Question) -> str:
         return "It is 21." if "21 degrees" in prompt else first
 
     engine = FakeEngine(qwen3, respond)
@@ -280,7 +288,7 @@ def test_regenerated_thoughts_leave_the_history_as_the_template_says(
     tmp_path: Path, qwen3: Any
 ) -> None:
     engine = FakeEngine(
-        qwen3, lambda prompt, request: f"<think>\nhm {len(prompt)}\n</think>\n\nyes"
+        qwen3, lambda prompt, question: f"<think>\nhm {len(prompt)}\n</think>\n\nyes"
     )
     source = write_sharegpt(tmp_path / "s.json", {"a_0": ["one?", "recorded", "two?", "more"]})
     _, rows = run(replace(config(source), validation_share=0), tmp_path / "out", engine)
@@ -308,20 +316,25 @@ from tests.unit.data_prep.test_regenerate import config, run
 source, out, log, left, torn = sys.argv[1:]
 left, write = int(left), journal.Journal._write
 
-def answer(prompt, request):
-    Path(log).open("a").write(request.request_id + "\\n")
+def answer(prompt, question):
+    Path(log).open("a").write(question.key + "\\n")
     from tests.unit.data_prep.helpers import plain_answer
-    return plain_answer(prompt, request)
+    return plain_answer(prompt, question)
 
-def dying_write(self, value):
+def dying_write(self, values):
     global left
-    if isinstance(value, list):
+    for value in values:
+        if isinstance(value, dict):  # the header
+            break
         if left == 0:
             self._stream.write(b'["half a rec' if torn == "torn" else b"")
             self._stream.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         left -= 1
-    write(self, value)
+        write(self, [value])
+    else:
+        return
+    write(self, values)
 
 journal.Journal._write = dying_write
 run(config(Path(source)), Path(out), FakeEngine(tiny_tokenizer(), answer))
@@ -340,11 +353,12 @@ def test_kill_9_loses_and_repeats_no_answer(tmp_path: Path, source: Path) -> Non
         assert len(lines) - 2 == durable
     engine = FakeEngine(tiny_tokenizer())
     report, rows = run(config(source), out, engine)
-    # Each answer that was durable is never asked for again; the three that were not, are.
-    asked = log.read_text().split() + [request.request_id for request in engine.requests]
-    assert len(engine.requests) == 2 * len(TALKS) - 14
+    # Each answer that was durable is never asked for again; the four that were not, are (answers
+    # come in pairs: a kill costs both or the second).
+    asked = log.read_text().split() + [question.key for question in engine.questions]
+    assert len(engine.questions) == 2 * len(TALKS) - 14
     assert len(set(asked)) == 2 * len(TALKS)
-    assert len(asked) == 2 * len(TALKS) + 3
+    assert len(asked) == 2 * len(TALKS) + 4
     clean, wanted = run(config(source), tmp_path / "clean", FakeEngine(tiny_tokenizer()))
     assert rows == wanted
     assert report.fingerprint == clean.fingerprint
@@ -354,15 +368,15 @@ def test_a_torn_last_line_is_cut_off_and_a_damaged_one_refused(tmp_path: Path) -
     path = tmp_path / "journal.jsonl"
     records = [JournalRecord(key, (1, 2), "stop") for key in "abc"]
     with Journal(path, header={"seed": 1}) as journal:
-        for record in records:
-            journal.append(record)
+        journal.append(records[:1])
+        journal.append(records[1:])
     whole = path.read_bytes()
     last_line = len(whole.rstrip().split(b"\n")[-1]) + 1
     for torn in range(1, last_line + 1):
         path.write_bytes(whole[:-torn])
         with Journal(path, header={"seed": 1}) as journal:
             assert [journal.get(key) for key in "abc"] == [*records[:2], None]
-            journal.append(records[2])
+            journal.append(records[2:])
         assert path.read_bytes() == whole
     path.write_bytes(whole.replace(b'["b"', b'["b'))
     with pytest.raises(ValueError, match="line 3 is damaged"):
@@ -370,7 +384,7 @@ def test_a_torn_last_line_is_cut_off_and_a_damaged_one_refused(tmp_path: Path) -
 
 
 def test_an_empty_answer_ends_the_conversation(tmp_path: Path, source: Path, tiny: Any) -> None:
-    engine = FakeEngine(tiny, lambda prompt, request: "")
+    engine = FakeEngine(tiny, lambda prompt, question: "")
     report, rows = run(config(source), tmp_path / "out", engine)
     assert all(spans(engine, row) == ["<|im_end|>"] for row in rows)
     assert report.rejects == {"after_empty_answer": len(TALKS)}
@@ -412,10 +426,8 @@ def test_the_engines_answers_and_states_arrive_unchanged(
         out_dir=tmp_path / "out",
         tokenizer=tiny,
         seed=1,
-        engine=engine,
+        open_answering=lambda: nullcontext(Answering(RuntimeAnswers(engine), sink)),
         target_fingerprint=target.fingerprint,
-        hidden_sink=sink,
-        progress=False,
     )
     token_set = load_token_set(tmp_path / "out")
     rows = [*token_set.rows("train"), *token_set.rows("validation")]

@@ -74,7 +74,7 @@ def test_the_report_shows_figures_rejects_and_rows(tmp_path: Path, tiny: Any) ->
     talks = {f"t{i}_0": [f"question {i}", f"reply {i}"] for i in range(5)}
     path = write_sharegpt(tmp_path / "s.json", talks | {"odd_0": ["unanswered"]})
     config = DataConfig(sources=(str(path),), validation_share=0)
-    report = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1, progress=False)
+    report = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1)
     console = Console(width=120, record=True)
     console.print(describe(report, ChatFormat(tiny)))
     text = console.export_text()

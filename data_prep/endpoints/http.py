@@ -1,0 +1,151 @@
+"""Requests to one server, and what their failures mean.
+
+A failure is either the server's for now (:class:`UnavailableError`: try again, here or elsewhere)
+or this request's for good (:class:`RefusedError`). The key is sent and never shown.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import json
+from typing import Any
+
+import httpx
+
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_SHOWN = 200  # characters of a server's own words
+_REFUSALS = frozenset({400, 404, 405, 413, 422, 501})
+
+
+class UnavailableError(Exception):
+    """No answer now. ``retry_after_s``: how long the server asked to be left alone.
+
+    ``may_be_the_question``: the server was reached and failed on this very request.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        may_be_the_question: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.may_be_the_question = may_be_the_question
+
+
+class RefusedError(Exception):
+    """The server understood the request and will never serve it."""
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """One server's address, key and connections. ``url`` with or without a last ``/v1``.
+
+    Use from one event loop only; :meth:`close` when done.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str = "", timeout_s: float, max_connections: int = 4
+    ) -> None:
+        self.url = url
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._api_key = api_key
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S)),
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=None),
+        )
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at ``path``. Raises :class:`UnavailableError`, :class:`RefusedError`."""
+        return await self._send(self._client.build_request("GET", self._base + path))
+
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """As :meth:`get`, for the answer to ``body``."""
+        return await self._send(self._client.build_request("POST", self._base + path, json=body))
+
+    async def _send(self, request: httpx.Request) -> dict[str, Any]:
+        where = request.url.path
+        try:
+            response = await self._client.send(request)
+        except httpx.TimeoutException as error:
+            kind = "no connection" if isinstance(error, httpx.ConnectTimeout) else "no answer"
+            raise UnavailableError(
+                f"{where}: {kind} in time",
+                may_be_the_question=not isinstance(error, httpx.ConnectTimeout),
+            ) from error
+        except httpx.TransportError as error:
+            raise UnavailableError(
+                f"{where}: {type(error).__name__}: {self._shown(str(error))}",
+                may_be_the_question=not isinstance(error, httpx.ConnectError),
+            ) from error
+        if response.status_code == 200:
+            return self._parse(where, response)
+        message = f"{where}: HTTP {response.status_code}: {self._shown(_words(response))}"
+        if response.status_code in _REFUSALS:
+            raise RefusedError(message, status=response.status_code)
+        raise UnavailableError(
+            message,
+            retry_after_s=_retry_after(response.headers.get("Retry-After", "")),
+            may_be_the_question=response.status_code >= 500 and response.status_code != 503,
+        )
+
+    def _parse(self, where: str, response: httpx.Response) -> dict[str, Any]:
+        try:
+            value = json.loads(response.content)
+        except ValueError as error:
+            raise UnavailableError(
+                f"{where}: the answer is no JSON: {self._shown(response.text)}",
+                may_be_the_question=True,
+            ) from error
+        if not isinstance(value, dict):
+            raise UnavailableError(
+                f"{where}: expected a JSON object, got {type(value).__name__}",
+                may_be_the_question=True,
+            )
+        return value
+
+    def _shown(self, text: str) -> str:
+        """A server's words, shortened, and without the key should it echo it."""
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        text = " ".join(text.split())
+        return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+
+
+def _words(response: httpx.Response) -> str:
+    """What the server says is wrong: OpenAI's, FastAPI's or any other form."""
+    try:
+        value = json.loads(response.content)
+    except ValueError:
+        return response.text
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _retry_after(value: str) -> float | None:
+    """Seconds, from either form of the header; ``None`` where it is absent or unreadable."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        moment = email.utils.parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    now = datetime.datetime.now(datetime.UTC)
+    return max(0.0, (moment.replace(tzinfo=moment.tzinfo or datetime.UTC) - now).total_seconds())
