@@ -315,7 +315,8 @@ def _check_regeneration(config: Config) -> None:
             "data.format=tokenized with data.regenerate.enabled=true: tokenised rows have no turns "
             "that could be answered again"
         )
-    if regenerate.enabled and config.data.max_tokens > config.runtime.max_model_len:
+    is_here = regenerate.enabled and not regenerate.url
+    if is_here and config.data.max_tokens > config.runtime.max_model_len:
         raise ConfigError(
             f"data.max_tokens={config.data.max_tokens} with data.regenerate.enabled=true: rows are "
             f"decoded within runtime.max_model_len={config.runtime.max_model_len}; lower the one "

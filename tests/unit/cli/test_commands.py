@@ -16,6 +16,7 @@ from mtp_train import app, cli
 from mtp_train.config import Config
 from mtp_train.errors import StageRefusedError
 from mtp_train.settings import load_config
+from mtp_train.shorthands import expand_shorthands
 
 NAMES = [command.name for command in cli.COMMANDS]
 
@@ -92,7 +93,7 @@ def test_every_example_of_the_help_is_a_valid_configuration(
         else:
             assert words[:2] == ["mtp", name]
         arguments = [re.sub(r"^(trainer\.learning_rate=[^,]+),.*", r"\1", a) for a in arguments]
-        compose(name, arguments)
+        compose(name, expand_shorthands(name, arguments))
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (app.CONF_DIR / "experiment").iterdir()))
