@@ -18,7 +18,6 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
             name: f"generate.{name}"
             for name in ("k", "max_tokens", "temperature", "raw", "compare", "json")
         },
-        "data_check_render": {"url": "check_render.url"},
     }
 )
 
