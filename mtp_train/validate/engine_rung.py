@@ -264,19 +264,14 @@ def show(result: RungResult, print_table: Callable[[Any], None]) -> None:
     rows = [
         (
             row["set"],
-            row["dtype"],
-            row["k"],
+            f"{row['dtype']}, K={row['k']}",
             f"{row['tau']:.3f}",
             f"{row['tau_served']:.3f}",
-            f"{row['drafts']} {_join(row['accepted'])}",
-            f"{row['drafts_served']} {_join(row['accepted_served'])}",
+            row["drafts"],
+            row["drafts_served"],
             f"{row['texts_that_part']} of {row['prompts']}",
         )
         for row in result.figures.get("sets", ())
     ]
-    names = ("set", "dtype", "K", "tau here", "there", "drafts, accepted here", "there", "part")
+    names = ("set", "what", "tau", "served", "drafts", "served", "texts part")
     print_table(make_table(str(result.figures.get("engine", "")), names, rows))
-
-
-def _join(counts: Sequence[int]) -> str:
-    return "/".join(map(str, counts))
