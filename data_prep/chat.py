@@ -115,6 +115,10 @@ class ChatFormat:
         """What a server feeds the model after ``messages``. Raises ``UnrenderableError``."""
         return self._render(messages, tools, add_generation_prompt=True)
 
+    def history_text(self, messages: Sequence[Message], tools: Sequence[str]) -> str:
+        """``messages`` without the generation prompt. Raises ``UnrenderableError``."""
+        return self._render(messages, tools, add_generation_prompt=False)
+
     def turn_text(self, conversation: Conversation, turn: int) -> TurnText:
         """Prompt and answer of the assistant message at index ``turn``."""
         messages, tools = conversation.messages, conversation.tools

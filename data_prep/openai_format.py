@@ -51,7 +51,6 @@ def _to_openai(message: Message) -> dict[str, Any]:
             }
             for index, call in enumerate(message.tool_calls)
         ]
-        raw["content"] = message.content or None
     if message.tool_call_id:
         raw["tool_call_id"] = message.tool_call_id
     if message.name:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtp_train import demo, generate, stages
+from mtp_train import check_render, demo, generate, stages
 from mtp_train.app import Stage, run_command
 from mtp_train.doctor.command import run_doctor, take_flags
 
@@ -22,7 +22,8 @@ def _as_given(stage: Callable[..., int], arguments: Sequence[str]) -> tuple[Stag
 class Command:
     """A subcommand: what it runs, and what it takes and leaves.
 
-    ``prepare`` takes out of the arguments what is not Hydra's and binds it to the stage.
+    ``prepare`` takes out of the arguments what is not Hydra's and binds it to the stage. ``words``:
+    how it is typed, where that is not its name.
     """
 
     name: str
@@ -30,11 +31,23 @@ class Command:
     reads: str
     writes: str
     prepare: Prepare = _as_given
+    words: str = ""
+
+    @property
+    def typed(self) -> str:
+        return self.words or self.name
 
 
 COMMANDS = (
     Command("preflight", stages.run_preflight, "prompts, target", "preflight.json"),
     Command("data", stages.run_data, "prompts, conversations", "data/"),
+    Command(
+        "data_check_render",
+        check_render.run_check_render,
+        "prompts, a server",
+        "render_check.json",
+        words="data check-render",
+    ),
     Command("precompute", stages.run_precompute, "data/, target", "features/"),
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
     Command("validate", stages.run_validate, "head/, target", "parity.json, report.html"),
@@ -61,17 +74,26 @@ def main() -> None:
     if given[0] == "--version":
         _print_version()
         return
-    name, *rest = given
-    command = next((c for c in COMMANDS if c.name == name), None)
+    name = given[0]
+    command, rest = find_command(given)
     if command is None:
-        names = [c.name for c in COMMANDS]
+        names = [c.typed for c in COMMANDS]
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(names)}"
         sys.stderr.write(f"mtp: {name}: unknown command; {hint}\n")
         sys.exit(2)
     stage, rest = command.prepare(command.stage, rest)
-    sys.argv = [f"mtp {name}", *rest]
+    sys.argv = [f"mtp {command.typed}", *rest]
     run_command(command.name, stage)
+
+
+def find_command(arguments: Sequence[str]) -> tuple[Command | None, list[str]]:
+    """The command that is typed first, and the arguments behind it. The longer one wins."""
+    for command in sorted(COMMANDS, key=lambda c: -len(c.typed.split())):
+        words = command.typed.split()
+        if list(arguments[: len(words)]) == words:
+            return command, list(arguments[len(words) :])
+    return None, list(arguments)
 
 
 def _print_overview() -> None:
@@ -79,7 +101,7 @@ def _print_overview() -> None:
 
     console = make_console()
     console.print("Train draft heads for speculative decoding; measure them as they are served.")
-    rows = [(f"mtp {c.name}", c.reads, c.writes) for c in COMMANDS]
+    rows = [(f"mtp {c.typed}", c.reads, c.writes) for c in COMMANDS]
     console.print(make_table("", ("command", "reads", "writes in runs/<name>/"), rows))
     console.print(
         "Usage:     mtp <command> key=value ...\n"

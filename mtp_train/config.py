@@ -201,6 +201,16 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
+class CheckRenderConfig:
+    """`mtp data check-render`: the server's prompts beside those of the rows."""
+
+    url: str = ""  # of a server that runs the target
+    rows: int = 32  # prompts compared
+    model: str = ""  # its name there; empty = the only one
+    api_key_env: str = ""  # name of the environment variable that holds the key
+
+
+@dataclass(frozen=True)
 class PreflightConfig:
     """How small `mtp preflight` makes the line."""
 
@@ -233,3 +243,4 @@ class Config:
     report: ReportConfig = ReportConfig()
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()
+    check_render: CheckRenderConfig = CheckRenderConfig()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.builtin import BUILTIN_SETS
+from data_prep.config import check_url
 from mtp_train.config import Config, ValidateConfig
 
 MISSING = "???"  # OmegaConf's mark of a value that the user has to give
@@ -55,6 +56,7 @@ _RULES: tuple[Rule, ...] = (
             "preflight.max_prompt_tokens",
             "preflight.max_tokens",
             "preflight.steps",
+            "check_render.rows",
         ),
         lambda value: value >= 1,
         "must be at least 1",
@@ -324,6 +326,11 @@ def _check_regeneration(config: Config) -> None:
         )
 
 
+def _check_rendering(config: Config) -> None:
+    if config.check_render.url:
+        check_url(config.check_render.url, "check_render.url")
+
+
 def _check_features(config: Config) -> None:
     if not config.features.p0_references:
         raise ConfigError(
@@ -441,6 +448,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_run_name,
     _check_data,
     _check_regeneration,
+    _check_rendering,
     _check_features,
     _check_loss,
     _check_trainer,

@@ -153,7 +153,7 @@ class Endpoint:
         logger.warning("%s: %s; trying again in %.1f s", self.url, error, self._rest_s)
 
     async def _contact(self) -> None:
-        model = await self._find_model()
+        model = await find_model(self.server, self._dialect.model, field="data.regenerate.model")
         dialect = replace(self._dialect, model=model)
         question = probe_question(dialect)
         refusals = []
@@ -186,32 +186,32 @@ class Endpoint:
         if is_new:
             logger.info("%s: model %s, %s", self.url, dialect.model, route.summary)
 
-    async def _find_model(self) -> str:
-        wanted = self._dialect.model
-        try:
-            body = await self.server.get("/v1/models")
-        except RefusedError as error:
-            if wanted:
-                return wanted
-            raise HopelessError(
-                f"it lists no models; set data.regenerate.model ({error})"
-            ) from None
-        listed = body.get("data")
-        models = [m["id"] for m in listed if isinstance(m, dict) and "id" in m] if listed else []
-        if wanted and wanted not in models:
-            raise HopelessError(f"it serves {', '.join(models) or 'no model'}, not {wanted}")
-        if not wanted and len(models) != 1:
-            names = ", ".join(models) or "none"
-            raise HopelessError(
-                f"set data.regenerate.model to one of the models it serves: {names}"
-            )
-        return wanted or str(models[0])
-
     def _check_model(self, body: dict[str, object]) -> None:
         """A server that was restarted with another model must not go unnoticed."""
         model = str(body.get("model", ""))
         if model != self._answers_as:
             raise UnavailableError(f"answers come from model {model} now, not {self._answers_as}")
+
+
+async def find_model(server: Server, wanted: str, *, field: str) -> str:
+    """``wanted`` if the server has it; where that is empty, its only model.
+
+    Raises :class:`HopelessError` that asks for ``field``, and what requests raise.
+    """
+    try:
+        body = await server.get("/v1/models")
+    except RefusedError as error:
+        if wanted:
+            return wanted
+        raise HopelessError(f"it lists no models; set {field} ({error})") from None
+    listed = body.get("data")
+    models = [m["id"] for m in listed if isinstance(m, dict) and "id" in m] if listed else []
+    if wanted and wanted not in models:
+        raise HopelessError(f"it serves {', '.join(models) or 'no model'}, not {wanted}")
+    if not wanted and len(models) != 1:
+        names = ", ".join(models) or "none"
+        raise HopelessError(f"set {field} to one of the models it serves: {names}")
+    return wanted or str(models[0])
 
 
 def probe_question(dialect: Dialect) -> Question:

@@ -22,6 +22,7 @@ FORBIDDEN = {"runtime": {"data_prep", "mtp_train"}, "data_prep": {"mtp_train"}, 
 MAX_LINES = 600
 # Parsed before the configuration is known to be right: a typo must not cost a torch import.
 LIGHT_MODULES = (
+    "mtp_train.check_render",
     "mtp_train.cli",
     "mtp_train.app",
     "mtp_train.settings",

@@ -19,6 +19,7 @@ from mtp_train.settings import load_config
 from mtp_train.shorthands import expand_shorthands
 
 NAMES = [command.name for command in cli.COMMANDS]
+TYPED = {command.name: command.typed for command in cli.COMMANDS}
 
 
 def run_mtp(
@@ -54,7 +55,7 @@ def test_overview_lists_every_command(tmp_path: Path) -> None:
     done = run_mtp(cwd=tmp_path)
     assert done.returncode == 0
     for name in NAMES:
-        assert f"mtp {name}" in done.stdout
+        assert f"mtp {TYPED[name]}" in done.stdout
     assert run_mtp("--help", cwd=tmp_path).stdout == done.stdout
 
 
@@ -69,10 +70,10 @@ def test_unknown_command_is_refused_with_the_close_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_help_teaches_by_example_and_starts_fast(name: str, tmp_path: Path) -> None:
     started = time.monotonic()
-    done = run_mtp(name, "--help", cwd=tmp_path)
+    done = run_mtp(*TYPED[name].split(), "--help", cwd=tmp_path)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr
-    assert f"Usage: mtp {name}" in done.stdout
+    assert f"Usage: mtp {TYPED[name]}" in done.stdout
     assert len(help_examples(name)) >= 2
     assert "\n  # " in done.stdout
     assert "experiment: demo, long, sharegpt_full" in done.stdout
@@ -91,7 +92,8 @@ def test_every_example_of_the_help_is_a_valid_configuration(
         if words[0] == "torchrun":
             assert f"mtp_train.{name}" in words
         else:
-            assert words[:2] == ["mtp", name]
+            typed = TYPED[name].split()
+            assert words[: 1 + len(typed)] == ["mtp", *typed]
         arguments = [re.sub(r"^(trainer\.learning_rate=[^,]+),.*", r"\1", a) for a in arguments]
         compose(name, expand_shorthands(name, arguments))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from mtp_train.cli import COMMANDS
+from mtp_train.cli import COMMANDS, find_command
 from mtp_train.config import Config
 from mtp_train.shorthands import expand_shorthands
 from tests.unit.cli.test_commands import compose
@@ -41,7 +41,8 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
             line = line.replace(f"${name}", value)
         if line.startswith("mtp "):
             words = shlex.split(line, comments=True)
-            found.append((words[1], words[2:]))
+            command, rest = find_command(words[1:])
+            found.append((command.name if command else words[1], rest))
     return found
 
 

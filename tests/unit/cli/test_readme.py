@@ -38,7 +38,7 @@ def test_every_command_of_the_readme_exists() -> None:
     assert "make demo" in code_of(README)
     assert unknown_commands(README) == []
     for command in COMMANDS:
-        assert f"| `mtp {command.name}` |" in README
+        assert f"| `mtp {command.typed}` |" in README
 
 
 @pytest.mark.parametrize(
