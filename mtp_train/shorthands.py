@@ -12,6 +12,7 @@ EVERYWHERE: Mapping[str, str] = MappingProxyType({"recipe": "experiment"})
 BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "data": {"regenerate": "data.regenerate"},
+        "data_check_render": {"url": "check_render.url", "rows": "check_render.rows"},
         "export": {"format": "export.format"},
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "generate": {

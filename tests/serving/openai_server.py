@@ -7,6 +7,7 @@ fails (:class:`Fault`) are up to the test. Every request is recorded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -167,8 +168,9 @@ def serve(
             self.send_header("Content-Length", str(len(data)))
             if retry_after:
                 self.send_header("Retry-After", retry_after)
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # the client gave up waiting
+                self.end_headers()
+                self.wfile.write(data)
 
         def finish(self) -> None:
             if not self.close_connection or not self.connection._closed:  # type: ignore[attr-defined]

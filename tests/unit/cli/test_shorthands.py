@@ -13,6 +13,8 @@ from mtp_train.shorthands import expand_shorthands
         ("export", "format=mimo", "export.format=mimo"),
         ("data", "regenerate.url=[http://a/v1]", "data.regenerate.url=[http://a/v1]"),
         ("data", "regenerate.enabled=true", "data.regenerate.enabled=true"),
+        ("data_check_render", "url=http://a/v1", "check_render.url=http://a/v1"),
+        ("data", "url=http://a/v1", "url=http://a/v1"),
         ("train", "format=mimo", "format=mimo"),
         ("data", "data.sources=[format=a]", "data.sources=[format=a]"),
         ("data", "--help", "--help"),
