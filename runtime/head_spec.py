@@ -187,7 +187,17 @@ def hash_vocab_ids(ids: torch.Tensor) -> str:
 
 def check_head_tensors(spec: HeadSpec, tensors: Mapping[str, torch.Tensor], *, source: str) -> None:
     """Raise ``ValueError`` naming the first missing, unexpected or mis-shaped tensor."""
-    shapes = spec.tensor_shapes()
+    check_tensor_list(spec.tensor_shapes(), tensors, source=source)
+    if spec.draft_vocab is not None:
+        ids = tensors["draft_vocab_ids"]
+        if hash_vocab_ids(ids) != spec.draft_vocab.ids_sha256:
+            raise ValueError(f"{source}: draft_vocab_ids does not match draft_vocab.ids_sha256")
+
+
+def check_tensor_list(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], *, source: str
+) -> None:
+    """Raise ``ValueError`` naming the first missing, mis-shaped or unexpected tensor."""
     for name, shape in shapes.items():
         if name not in tensors:
             raise ValueError(f"{source}: tensor {name} {list(shape)} is missing")
@@ -199,10 +209,15 @@ def check_head_tensors(spec: HeadSpec, tensors: Mapping[str, torch.Tensor], *, s
     for name in tensors:
         if name not in shapes:
             raise ValueError(f"{source}: unexpected tensor {name}")
-    if spec.draft_vocab is not None:
-        ids = tensors["draft_vocab_ids"]
-        if hash_vocab_ids(ids) != spec.draft_vocab.ids_sha256:
-            raise ValueError(f"{source}: draft_vocab_ids does not match draft_vocab.ids_sha256")
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, on the host. Raises ``ValueError`` for a damaged one."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file}: damaged safetensors file ({error})") from error
 
 
 def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -224,10 +239,6 @@ def load_head(path: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
                 f"head={path}: {name} is missing; expected a directory written by mtp train"
             )
     spec = HeadSpec.from_json((path / CONFIG_NAME).read_text(), source=str(path / CONFIG_NAME))
-    try:
-        with safe_open(path / WEIGHTS_NAME, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path / WEIGHTS_NAME}: damaged safetensors file ({error})") from error
+    tensors = read_tensors(path / WEIGHTS_NAME)
     check_head_tensors(spec, tensors, source=str(path / WEIGHTS_NAME))
     return spec, tensors

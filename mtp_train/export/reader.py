@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from mtp_train.export import layout
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
 from mtp_train.run_dir import read_json
 from runtime.files import sha256_file
-from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec, load_head
+from runtime.head_spec import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    HeadSpec,
+    check_tensor_list,
+    load_head,
+    read_tensors,
+)
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.loader import Checkpoint, default_cache_dir, fingerprint_target
 
@@ -127,7 +133,7 @@ def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor
         record.head, num_target_layers=record.num_target_layers, dtype=record.dtype
     )
     layout.check_config(read_json(config_file), expected, source=str(config_file))
-    written = _read_tensors(directory / WEIGHTS_NAME)
+    written = read_tensors(directory / WEIGHTS_NAME)
     check_tensors(record, written, source=str(directory / WEIGHTS_NAME))
     for name, digest in record.own_sha256.items():
         if sha256_file(directory / name) != digest:
@@ -140,17 +146,7 @@ def check_tensors(
 ) -> None:
     """Raise ``ValueError`` naming the first tensor that is not what ``record`` says."""
     shapes = layout.tensor_shapes(record.head)
-    for name, shape in shapes.items():
-        if name not in written:
-            raise ValueError(f"{source}: tensor {name} {list(shape)} is missing")
-        if tuple(written[name].shape) != shape:
-            raise ValueError(
-                f"{source}: tensor {name} has shape {list(written[name].shape)}, "
-                f"expected {list(shape)}"
-            )
-    for name in written:
-        if name not in shapes:
-            raise ValueError(f"{source}: unexpected tensor {name}")
+    check_tensor_list(shapes, written, source=source)
     for name in shapes:
         tensor = written[name]
         if not bool(torch.isfinite(tensor).all()):
@@ -168,11 +164,3 @@ def _describe_change(record: ExportRecord, name: str, tensor: torch.Tensor) -> s
         if hash_tensor(swapped) == record.tensors.get(name):
             return "has its column halves exchanged: the hidden state comes first in this layout"
     return f"({str(tensor.dtype).removeprefix('torch.')}) is not what was written (sha256)"
-
-
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file}: damaged safetensors file ({error})") from error
