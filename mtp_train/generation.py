@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,10 +19,10 @@ from data_prep.chat import ChatFormat, load_chat_format
 from data_prep.conversation import Message
 from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
-from mtp_train.features.target import cache_directory, load_tokenizer, target_dtype
+from mtp_train.features.target import load_tokenizer
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate.measure import fit_engine
-from mtp_train.validate.subject import Subject
+from mtp_train.validate.subject import open_subject
 from runtime.cpu import set_threads
 from runtime.engine import Engine
 from runtime.head_spec import CONFIG_NAME
@@ -138,16 +139,9 @@ def open_answering(config: Config, prompt: str) -> Answering:
         set_threads(config.runtime.num_threads)
     run = RunDirectory.from_config(config)
     settings = config.generate
-    head_path = run.head if not settings.head else type(run.head)(settings.head)
-    dtype = target_dtype(config.target, device)
-    subject = Subject(
-        target_path=config.target.path,
-        head_path=head_path,
-        runtime_dtype=dtype,
-        engine_config=config.runtime,
-        device=device,
-        cache_dir=cache_directory(config.target),
-    )
+    head_path = Path(settings.head) if settings.head else run.head
+    subject = open_subject(config, head_path, device=device)
+    dtype = subject.runtime_dtype
     target = subject.target(dtype)
     tokenizer = load_tokenizer(config.target, target.path)
     prompt_ids = _encode(config, tokenizer, prompt)

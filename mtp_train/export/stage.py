@@ -20,10 +20,10 @@ from mtp_train.export.commands import serving_commands
 from mtp_train.export.reader import check_export
 from mtp_train.export.record import hash_files
 from mtp_train.export.writer import PARITY_NAME, ExportReport, write_export
-from mtp_train.features.target import cache_directory, target_directory, target_dtype
+from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.validate import p2
-from mtp_train.validate.subject import Subject, relative_error
+from mtp_train.validate.subject import Subject, open_subject, relative_error
 from mtp_train.validate.unroll import HiddenSequence, runtime_chain
 from runtime.cpu import set_threads
 from runtime.files import sha256_file
@@ -119,14 +119,7 @@ def read_back(config: Config, head_dir: Path, out_dir: Path, *, device: torch.de
     """
     if device.type == "cpu":
         set_threads(config.runtime.num_threads)
-    subject = Subject(
-        target_path=config.target.path,
-        head_path=out_dir,
-        runtime_dtype=target_dtype(config.target, device),
-        engine_config=config.runtime,
-        device=device,
-        cache_dir=cache_directory(config.target),
-    )
+    subject = open_subject(config, out_dir, device=device)
     k = config.validate.k
     sequences = random_sequences(
         subject.spec.vocab_size, seed=derive_seed(config.seed, "export"), k=k

@@ -23,7 +23,7 @@ from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.features.manifest import load_manifest
 from mtp_train.features.p0 import DECODE_ERROR
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.target import cache_directory, target_directory, target_dtype
+from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.heads.init import make_head_spec
 from mtp_train.preflight.acceptance import DecodedText, LearntAcceptance, count_learnt
 from mtp_train.preflight.hops import Hop, Judgement
@@ -33,7 +33,7 @@ from mtp_train.serving.engine import served_lengths
 from mtp_train.settings import check_config
 from mtp_train.validate.measure import measure_acceptance
 from mtp_train.validate.served import Serve, serve_and_compare
-from mtp_train.validate.subject import Subject
+from mtp_train.validate.subject import Subject, open_subject
 from mtp_train.validate.unroll import HiddenSequence, training_drafts
 from runtime.models.config import load_config
 from runtime.models.loader import fingerprint_target
@@ -214,14 +214,8 @@ class Preflight:
 
     def subject(self, *, exported: bool) -> Subject:
         format = self.config.export.format
-        return Subject(
-            target_path=self.config.target.path,
-            head_path=self.run.export(format) if exported else self.run.head,
-            runtime_dtype=target_dtype(self.config.target, self.device),
-            engine_config=self.config.runtime,
-            device=self.device,
-            cache_dir=cache_directory(self.config.target),
-        )
+        head = self.run.export(format) if exported else self.run.head
+        return open_subject(self.config, head, device=self.device)
 
     def training_accuracy(self) -> float:
         """Share of answer tokens that the training forward puts first, from the stored states."""

@@ -31,7 +31,7 @@ from mtp_train.validate import p6
 from mtp_train.validate.output import add_rung, stored_rung
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.served import Serve, decode_ours, our_counts, serve_and_compare
-from mtp_train.validate.subject import Subject, hash_head
+from mtp_train.validate.subject import Subject, hash_head, open_subject
 from runtime.cpu import set_threads
 from runtime.request import Generation
 from runtime.seeds import derive_seed
@@ -98,14 +98,8 @@ def climb(config: Config, *, device: torch.device, serve: Serve | None = None) -
         set_threads(config.runtime.num_threads)
     started = time.perf_counter()
     serve = serve or open_engine(config)
-    subject = Subject(
-        target_path=config.target.path,
-        head_path=directory,
-        runtime_dtype=target_dtype(config.target, device),
-        engine_config=replace(config.runtime, verify="greedy", draft_mode="argmax"),
-        device=device,
-        cache_dir=cache_directory(config.target),
-    )
+    greedy = replace(config.runtime, verify="greedy", draft_mode="argmax")
+    subject = open_subject(replace(config, runtime=greedy), directory, device=device)
     runs = [
         run_engine(config, subject, dtype, k, prompts, serve=serve, generations=generations)
         for dtype in served_dtypes(config, subject)

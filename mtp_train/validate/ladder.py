@@ -18,7 +18,6 @@ from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
 from mtp_train.validate.breakdown import break_down
@@ -40,7 +39,7 @@ from mtp_train.validate.report import (
     SpeedResult,
 )
 from mtp_train.validate.samples import Answered, Samples, choose_samples, choose_training_row
-from mtp_train.validate.subject import Subject
+from mtp_train.validate.subject import Subject, open_subject
 from runtime.cpu import set_threads
 from runtime.request import Generation
 
@@ -73,14 +72,7 @@ def _climb_leader_only(
     if group.device.type == "cpu":
         set_threads(config.runtime.num_threads)
     run_dir = RunDirectory.from_config(config)
-    subject = Subject(
-        target_path=config.target.path,
-        head_path=run_dir.head,
-        runtime_dtype=target_dtype(config.target, group.device),
-        engine_config=config.runtime,
-        device=group.device,
-        cache_dir=cache_directory(config.target),
-    )
+    subject = open_subject(config, run_dir.head, device=group.device)
     sets = load_prompt_sets(config, subject)
     report = climb(
         config,

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from mtp_train.config import Config
 from mtp_train.export.reader import load_any_head
+from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.heads import build_training_head
 from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.validate.in_training import lm_head_weight
@@ -117,6 +119,18 @@ class Subject:
                 )
             self._contract = spec, tensors
         return self._contract
+
+
+def open_subject(config: Config, head_path: Path, *, device: torch.device) -> Subject:
+    """The configuration's target with the head in ``head_path``, in the dtype that is served."""
+    return Subject(
+        target_path=config.target.path,
+        head_path=head_path,
+        runtime_dtype=target_dtype(config.target, device),
+        engine_config=config.runtime,
+        device=device,
+        cache_dir=cache_directory(config.target),
+    )
 
 
 def hash_head(path: Path) -> dict[str, str]:
