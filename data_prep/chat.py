@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Message, ToolCall
 from data_prep.tool_calls import CallSyntax, common_prefix, probe_call_syntax
 
@@ -264,6 +265,13 @@ def load_chat_format(
     """The format of ``tokenizer`` under ``data.chat_template`` and its ``_kwargs``."""
     template, arguments = read_template(template_path, kwargs)
     return ChatFormat(tokenizer, template=template, kwargs=arguments)
+
+
+def configured_chat_format(tokenizer: Any, config: DataConfig) -> ChatFormat:
+    """:func:`load_chat_format` with the template that ``config`` names."""
+    return load_chat_format(
+        tokenizer, template_path=config.chat_template, kwargs=config.chat_template_kwargs
+    )
 
 
 def read_template(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_prep.answering import Answering, HiddenSink, OpenAnswering
-from data_prep.chat import ChatFormat, load_chat_format
+from data_prep.chat import ChatFormat, configured_chat_format
 from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Record, Reject
 from data_prep.fingerprints import (
@@ -115,9 +115,7 @@ def prepare(
     """
     options = config.regenerate
     _check_arguments(config, open_answering, target_fingerprint)
-    chat = load_chat_format(
-        tokenizer, template_path=config.chat_template, kwargs=config.chat_template_kwargs
-    )
+    chat = configured_chat_format(tokenizer, config)
     if config.path:
         return _shared_set(config.path, chat)
     out_dir = Path(out_dir)

@@ -64,18 +64,14 @@ def _open_endpoints(
     config: Config, directory: Path, tokenizer: Any, events: EventLog
 ) -> Iterator[Answering]:
     """Servers that run the target; what each of them did goes into the run's log."""
-    from data_prep.chat import load_chat_format
+    from data_prep.chat import configured_chat_format
     from data_prep.endpoints.endpoint import Patience
     from data_prep.endpoints.pool import EndpointPool
     from data_prep.endpoints.routes import Dialect
     from runtime.models.config import load_config
 
     options = config.data.regenerate
-    chat = load_chat_format(
-        tokenizer,
-        template_path=config.data.chat_template,
-        kwargs=config.data.chat_template_kwargs,
-    )
+    chat = configured_chat_format(tokenizer, config.data)
     stop_ids = chat.end_of_turn_ids | frozenset(load_config(directory).eos_token_ids)
     pool = EndpointPool(
         options.url,

@@ -23,7 +23,7 @@ def run_check_render(config: Config) -> int:
 
     Raises ``ValueError`` when the server cannot be asked, or the sources hold no prompt.
     """
-    from data_prep.chat import load_chat_format
+    from data_prep.chat import configured_chat_format
     from data_prep.render_check import prompts_to_check
     from mtp_train.console import make_console, setup_logging
     from mtp_train.features.target import load_tokenizer, target_directory
@@ -37,11 +37,7 @@ def run_check_render(config: Config) -> int:
     console = make_console()
     setup_logging(console)
     tokenizer = load_tokenizer(config.target, target_directory(config.target))
-    chat = load_chat_format(
-        tokenizer,
-        template_path=config.data.chat_template,
-        kwargs=config.data.chat_template_kwargs,
-    )
+    chat = configured_chat_format(tokenizer, config.data)
     prompts = prompts_to_check(config.data, chat, limit=config.check_render.rows)
     report = asyncio.run(_ask(config, prompts, chat))
     show(report, console)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from data_prep.chat import ChatFormat, load_chat_format
+from data_prep.chat import configured_chat_format
 from data_prep.conversation import Message
 from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
@@ -221,11 +221,7 @@ def _encode(config: Config, tokenizer: Any, prompt: str) -> tuple[int, ...]:
     """As a server would: through the chat template, or as a bare text with its special tokens."""
     if config.generate.raw:
         return tuple(tokenizer(prompt)["input_ids"])
-    chat: ChatFormat = load_chat_format(
-        tokenizer,
-        template_path=config.data.chat_template,
-        kwargs=config.data.chat_template_kwargs,
-    )
+    chat = configured_chat_format(tokenizer, config.data)
     (ids,) = chat.encode([chat.prompt_text((Message("user", prompt),), ())])
     return tuple(ids)
 

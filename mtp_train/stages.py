@@ -230,7 +230,7 @@ def run_preflight(config: Config) -> int:
 
 
 def _prepare_data(config: Config, scope: StageScope) -> None:
-    from data_prep.chat import load_chat_format
+    from data_prep.chat import configured_chat_format
     from data_prep.pipeline import prepare
     from data_prep.statistics import preview, statistics_tables
     from data_prep.token_set import load_token_set
@@ -252,11 +252,7 @@ def _prepare_data(config: Config, scope: StageScope) -> None:
         target_fingerprint=fingerprint_target(directory, cache_dir=cache_directory(config.target)),
         console=scope.console,
     )
-    chat = load_chat_format(
-        tokenizer,
-        template_path=config.data.chat_template,
-        kwargs=config.data.chat_template_kwargs,
-    )
+    chat = configured_chat_format(tokenizer, config.data)
     rows = islice(load_token_set(report.path).rows("train"), _PREVIEW_ROWS)
     scope.console.print(statistics_tables(report.splits, report.rejects))
     scope.console.print(preview(list(rows), chat))

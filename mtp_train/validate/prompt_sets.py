@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data_prep.builtin import BUILTIN_SETS
-from data_prep.chat import ChatFormat, load_chat_format
+from data_prep.chat import ChatFormat, configured_chat_format
 from data_prep.evaluation import (
     EvalPrompt,
     evaluation_prompts,
@@ -118,9 +118,7 @@ def _load_set(name: str, config: Config, tokenizer: Any, *, limit: int) -> Promp
         "chat_template": data.chat_template,
         "chat_template_kwargs": data.chat_template_kwargs,
     }
-    chat = load_chat_format(
-        tokenizer, template_path=data.chat_template, kwargs=data.chat_template_kwargs
-    )
+    chat = configured_chat_format(tokenizer, data)
     chosen = evaluation_prompts(name, tokenizer, limit, **template)
 
     def follow_up(generations: Sequence[Generation]) -> PromptSet:
