@@ -20,6 +20,8 @@ from mtp_train.config import Config
 from mtp_train.events import EventLog, to_jsonable
 from runtime.files import write_atomic
 
+PARITY_NAME = "parity.json"  # the ladder leaves it in the run and beside the head
+
 StageState = Literal["new", "started", "finished"]
 
 # What decides a figure; the full list of a machine is `pip freeze`'s business.
@@ -80,7 +82,7 @@ class RunDirectory:
 
     @property
     def parity_file(self) -> Path:
-        return self.root / "parity.json"
+        return self.root / PARITY_NAME
 
     @property
     def rungs_file(self) -> Path:

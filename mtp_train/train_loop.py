@@ -39,15 +39,13 @@ from mtp_train.packing import (
     plan_epoch,
     split_step,
 )
-from mtp_train.run_dir import RunDirectory
+from mtp_train.run_dir import PARITY_NAME, RunDirectory
 from mtp_train.train_log import TrainLog
 from mtp_train.zero import HeadEngine, ensure_process_group
 from runtime.head_spec import HeadSpec, save_head
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
-
-_PARITY_NAME = "parity.json"  # the ladder leaves it beside the head
 
 
 class TrainingDivergedError(StageRefusedError):
@@ -383,7 +381,7 @@ class Trainer:
         tensors = self._engine.tensors() if tensors is None else tensors
         if self._group.is_leader:
             # the verdict on other weights must be gone before these can be seen
-            (self.head_dir / _PARITY_NAME).unlink(missing_ok=True)
+            (self.head_dir / PARITY_NAME).unlink(missing_ok=True)
             save_head(self.head_dir, self._inputs.spec, tensors)
             self._observe("head written")
         self._group.barrier()

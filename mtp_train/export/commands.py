@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
-from mtp_train.run_dir import read_json
+from mtp_train.run_dir import PARITY_NAME, read_json
+from mtp_train.validate.report import measured_markdown
 from runtime.files import write_atomic
 
 README_NAME = "README.md"
-PARITY_NAME = "parity.json"
 DEFAULT_K = 3
 
 
@@ -100,29 +100,8 @@ def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
             return warning
     if not parity:
         return "Nothing: this head was exported without validation."
-    rows = "\n".join(
-        f"| {row['prompt_set']} | {row['temperature']:g} | {row['draft_mode']} | {row['k']} "
-        f"| {row['tau']:.3f} [{row['tau_interval'][0]:.3f}, {row['tau_interval'][1]:.3f}] "
-        f"| {' '.join(f'{rate:.3f}' for rate in row['rates'])} | {row['drafts']} "
-        f"| {row['prompts']} |"
-        for row in parity.get("acceptance", ())
-    )
-    verdicts = "\n".join(
-        f"| {name} | {'passed' if rung['passed'] else 'FAILED'} | {rung['note']} |"
-        for name, rung in parity.get("rungs", {}).items()
-    )
-    return f"""Target and draft together, on {_subject(record, parity)}. Tokens per step (tau) is
-1 + accepted / verification steps, pooled over prompts, with the bootstrap interval over prompts.
-
-| prompts | temperature | drafts | K | tokens per step | accepted by position | steps | prompts |
-|---|---|---|---|---|---|---|---|
-{rows}
-
-| rung | verdict | what |
-|---|---|---|
-{verdicts}
-
-All figures and their bounds are in `{PARITY_NAME}`."""
+    subject = _subject(record, parity)
+    return f"Target and draft together, on {subject}. {measured_markdown(parity)}"
 
 
 def _subject(record: ExportRecord, parity: Mapping[str, Any]) -> str:

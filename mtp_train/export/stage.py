@@ -19,9 +19,9 @@ from mtp_train.errors import StageRefusedError
 from mtp_train.export.commands import serving_commands
 from mtp_train.export.reader import check_export
 from mtp_train.export.record import hash_files
-from mtp_train.export.writer import PARITY_NAME, ExportReport, write_export
+from mtp_train.export.writer import ExportReport, write_export
 from mtp_train.features.target import cache_directory, target_directory
-from mtp_train.run_dir import RunDirectory, StageRecord
+from mtp_train.run_dir import PARITY_NAME, RunDirectory, StageRecord
 from mtp_train.validate import p2
 from mtp_train.validate.subject import Subject, open_subject, relative_error
 from mtp_train.validate.unroll import HiddenSequence, runtime_chain

@@ -14,7 +14,7 @@ from typing import Literal
 from safetensors.torch import save_file
 
 from mtp_train.export import layout
-from mtp_train.export.commands import PARITY_NAME, refresh_readme, serving_commands
+from mtp_train.export.commands import refresh_readme, serving_commands
 from mtp_train.export.reader import (
     check_export,
     check_target,
@@ -22,7 +22,7 @@ from mtp_train.export.reader import (
     read_target_tensors,
 )
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_files, hash_tensor
-from mtp_train.run_dir import read_json, write_json_atomic
+from mtp_train.run_dir import PARITY_NAME, read_json, write_json_atomic
 from runtime.files import STAGED_PREFIX, sync_path
 from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, load_head
 from runtime.models.config import load_config

@@ -13,9 +13,10 @@ from mtp_train.report.logbook import read_logbook
 from mtp_train.report.parity import read_parity
 from mtp_train.report.samples import read_texts
 from mtp_train.report.stores import last_part, read_stores
+from mtp_train.run_dir import PARITY_NAME
 
 _MIN_DRAFTS = 3000
-_ANY_OF = ("config.yaml", "events.jsonl", "parity.json")  # a run has one of these
+_ANY_OF = ("config.yaml", "events.jsonl", PARITY_NAME)  # a run has one of these
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def read_run(root: Path, *, max_samples: int) -> RunFacts:
         name=root.name,
         target=last_part(target),
         min_drafts=whole(mapping(settings.get("validate")).get("min_drafts")) or _MIN_DRAFTS,
-        parity=read_parity(root / "parity.json", places.head),
+        parity=read_parity(root / PARITY_NAME, places.head),
         logbook=read_logbook(root / "events.jsonl"),
         stores=read_stores(root, data=places.data, features=places.features, settings=settings),
         texts=read_texts(root / "samples.json", max_samples=max_samples)

@@ -22,10 +22,8 @@ import sys
 import time
 from typing import Any
 
-OLDEST = (
-    0,
-    10,
-)  # the first with the counters per position and MTP heads in a directory of their own
+# The first with the counters per position and MTP heads in a directory of their own.
+OLDEST = (0, 10)
 PER_REQUEST = "per_request_spec_decode_metrics"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors come with their own words, one process to end

@@ -16,13 +16,13 @@ import torch
 
 from data_prep.token_set import read_fingerprint
 from mtp_train.config import Config
-from mtp_train.export.commands import refresh_readme
+from mtp_train.export.commands import README_NAME, refresh_readme
 from mtp_train.export.reader import is_export, load_any_head
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
 from mtp_train.validate.journal import RungJournal
-from mtp_train.validate.report import LadderReport, RungResult
+from mtp_train.validate.report import LadderReport, RungResult, measured_markdown
 from mtp_train.validate.subject import dtype_name, hash_head
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import HeadSpec
@@ -30,7 +30,6 @@ from runtime.models.loader import fingerprint_target
 
 logger = logging.getLogger(__name__)
 
-README_NAME = "README.md"
 ENGINE_RUNG = "P6"
 _TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does not read them
 
@@ -177,17 +176,6 @@ def describe_head(report: LadderReport, spec: HeadSpec) -> str:
     """Markdown: what the head is, what was measured how, and how to load it."""
     num_params = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values())
     hashes = "\n".join(f"- `{name}` sha256 `{value}`" for name, value in report.head_sha256.items())
-    verdicts = "\n".join(
-        f"| {rung.name} | {'passed' if rung.passed else 'FAILED'} | {rung.note} |"
-        for rung in report.rungs
-    )
-    rows = "\n".join(
-        f"| {row.prompt_set} | {row.temperature:g} | {row.draft_mode} | {row.counts.k} "
-        f"| {row.counts.tau:.3f} [{row.tau_low:.3f}, {row.tau_high:.3f}] "
-        f"| {' '.join(f'{rate:.3f}' for rate in row.counts.rates)} "
-        f"| {row.counts.num_drafts} | {row.num_prompts} |"
-        for row in report.acceptance
-    )
     return f"""# Draft head ({spec.kind})
 
 Drafts tokens for speculative decoding with one target model, and with no other: the one whose
@@ -199,18 +187,8 @@ here. {num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query an
 
 ## Measured
 
-By `mtp validate`, target and draft together in the inference runtime. Tokens per step (tau) is
-1 + accepted / verification steps, pooled over prompts, with the bootstrap interval over prompts.
-
-| prompts | temperature | drafts | K | tokens per step | accepted by position | steps | prompts |
-|---|---|---|---|---|---|---|---|
-{rows}
-
-| rung | verdict | what |
-|---|---|---|
-{verdicts}
-
-All figures and their bounds are in `parity.json`.
+By `mtp validate`, target and draft together in the inference runtime. \
+{measured_markdown(report.to_dict())}
 
 ## Load
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from mtp_train.run_dir import PARITY_NAME
 from mtp_train.validate.samples import Samples
 from runtime.metrics import Acceptance
 
@@ -213,3 +214,30 @@ class LadderReport:
             "speed": [row.to_dict() for row in self.speed],
             "breakdown": [row.to_dict() for row in self.breakdown],
         }
+
+
+def measured_markdown(parity: Mapping[str, Any]) -> str:
+    """Acceptance and verdicts of a ``parity.json`` as two tables, for the README of a head."""
+    rows = "\n".join(
+        f"| {row['prompt_set']} | {row['temperature']:g} | {row['draft_mode']} | {row['k']} "
+        f"| {row['tau']:.3f} [{row['tau_interval'][0]:.3f}, {row['tau_interval'][1]:.3f}] "
+        f"| {' '.join(f'{rate:.3f}' for rate in row['rates'])} | {row['drafts']} "
+        f"| {row['prompts']} |"
+        for row in parity.get("acceptance", ())
+    )
+    verdicts = "\n".join(
+        f"| {name} | {'passed' if rung['passed'] else 'FAILED'} | {rung['note']} |"
+        for name, rung in parity.get("rungs", {}).items()
+    )
+    return f"""Tokens per step (tau) is
+1 + accepted / verification steps, pooled over prompts, with the bootstrap interval over prompts.
+
+| prompts | temperature | drafts | K | tokens per step | accepted by position | steps | prompts |
+|---|---|---|---|---|---|---|---|
+{rows}
+
+| rung | verdict | what |
+|---|---|---|
+{verdicts}
+
+All figures and their bounds are in `{PARITY_NAME}`."""
