@@ -265,6 +265,7 @@ def _fill(
                     rejects.append(Reject(reason, conversation.source, conversation.record_id))
             bar.advance(output.writers["train"].num_tokens)
     left = conversations[num_taken:]
+    assert output.is_full or not left, f"{len(left)} conversations were never asked"
     rejects.extend(Reject("token_budget", item.source, item.record_id) for item in left)
 
 

@@ -103,7 +103,7 @@ def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateC
     Closing the iterator gives up what is in flight.
     """
     engine = context.engine
-    waiting = iter(conversations)
+    waiting = deque(conversations)
     begun: deque[_Dialogue] = deque()
     asked: dict[str, tuple[_Dialogue, Question]] = {}
 
@@ -119,13 +119,10 @@ def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateC
             _take_answer(dialogue, question, record, context)
 
     try:
-        while True:
+        while waiting or begun:
             look_ahead = max(_MIN_LOOK_AHEAD, 2 * engine.capacity)
-            while len(asked) < engine.capacity and len(begun) < look_ahead:
-                conversation = next(waiting, None)
-                if conversation is None:
-                    break
-                begun.append(_Dialogue(conversation))
+            while waiting and len(asked) < engine.capacity and len(begun) < look_ahead:
+                begun.append(_Dialogue(waiting.popleft()))
                 ask(begun[-1])
             while begun and not begun[0].is_open:
                 dialogue = begun.popleft()
@@ -139,8 +136,6 @@ def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateC
                     _take_answer(dialogue, question, record, context)
                 for dialogue, _, _ in settled:
                     ask(dialogue)
-            elif not begun:
-                return
     finally:
         engine.cancel()
 

@@ -181,11 +181,15 @@ def test_the_sink_gets_states_and_mask_of_every_row(
         assert hidden.hidden_TD[:, 0].tolist() == list(row.input_ids[:-1])
 
 
-def test_a_repeated_run_asks_the_engine_nothing(tmp_path: Path, source: Path, tiny: Any) -> None:
+@pytest.mark.parametrize("look_ahead", [1, 3, len(TALKS), 256])
+def test_a_repeated_run_asks_the_engine_nothing(
+    tmp_path: Path, source: Path, tiny: Any, look_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.regenerate._MIN_LOOK_AHEAD", look_ahead)
     out = tmp_path / "out"
-    first, rows = run(config(source), out, FakeEngine(tiny))
+    first, rows = run(config(source), out, FakeEngine(tiny, capacity=1))
     (out / "fingerprint.json").unlink()
-    engine = FakeEngine(tiny)
+    engine = FakeEngine(tiny, capacity=1)
     second, again = run(config(source), out, engine)
     assert engine.questions == []
     assert again == rows

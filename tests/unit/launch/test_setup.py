@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,9 +19,13 @@ DOCKERFILE = (ROOT / "launch" / "Dockerfile").read_text(encoding="utf-8")
 def dry_run(*settings: str) -> list[str]:
     """The commands that `make setup` would run, one per entry."""
     assert MAKE is not None
+    # Under `make test` the nested make would inherit the outer one's options and print directories.
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
     done = subprocess.run(
         [MAKE, "-n", "-B", "setup", "PYTHON=python3", *settings],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
