@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.data_prep.helpers import npm_tokenizer, tiny_tokenizer
+from tests.serving.openai_server import Complete, text_answers
+from tests.unit.data_prep.endpoint_helpers import TALKS, words
+from tests.unit.data_prep.helpers import npm_tokenizer, tiny_tokenizer, write_sharegpt
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +40,15 @@ def llama3_1() -> Any:
 @pytest.fixture(scope="session")
 def deepseek_v3() -> Any:
     return npm_tokenizer("deepseek_v3")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A file with twelve conversations of two questions each."""
+    return write_sharegpt(tmp_path / "talks.json", TALKS)
+
+
+@pytest.fixture
+def answers(tiny: Any) -> Complete:
+    """What a test server says: words that depend on the prompt."""
+    return text_answers(tiny, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from data_prep.endpoints.pool import EndpointPool
 from data_prep.endpoints.routes import Dialect
 from data_prep.pipeline import DataReport, prepare
 from data_prep.token_set import TokenRow, load_token_set
-from tests.serving.openai_server import OpenAIServer
+from tests.serving.openai_server import Complete, OpenAIServer, serve
 
+TALKS = {f"talk{i}_0": [f"question {i}", f"recorded {i}", "and then", "more"] for i in range(12)}
 PATIENCE = Patience(retries=3, timeout_s=5.0, backoff_s=0.01, max_backoff_s=0.05)
 
 
@@ -71,6 +73,12 @@ def regenerate(
     return report, rows_of(out)
 
 
+def clean_rows(source: Path, folder: Path, tokenizer: Any, answers: Complete) -> list[TokenRow]:
+    """The rows from a server that does everything right."""
+    with serve(answers, tokenizer) as server:
+        return regenerate(config_for(source, server), folder, tokenizer)[1]
+
+
 def rows_of(out: Path) -> list[TokenRow]:
     token_set = load_token_set(out)
     return [*token_set.rows("train"), *token_set.rows("validation")]
@@ -87,3 +95,9 @@ def first_words(body: Mapping[str, Any], tokenizer: Any) -> str:
     text = tokenizer.decode(body["prompt"])
     assert isinstance(text, str)
     return text
+
+
+def words(prompt: str, body: Mapping[str, Any]) -> str:
+    """An answer that depends on the prompt alone."""
+    digest = hashlib.sha256(prompt.encode()).hexdigest()
+    return f"the answer {digest[: 4 + int(digest[0], 16)]}"

@@ -1,0 +1,237 @@
+"""Servers that fail: no answer is lost, none is believed that should not be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_prep.endpoints.pool import EndpointsDownError
+from tests.serving.openai_server import (
+    Complete,
+    Fault,
+    Manner,
+    serve,
+)
+from tests.unit.data_prep.endpoint_helpers import (
+    PATIENCE,
+    TALKS,
+    clean_rows,
+    config_for,
+    first_words,
+    journal_lines,
+    regenerate,
+)
+
+
+def shorter(reply: dict[str, Any]) -> dict[str, Any]:
+    reply["choices"][0]["token_ids"] = reply["choices"][0]["token_ids"][:-2]
+    return reply
+
+
+def without_choices(reply: dict[str, Any]) -> dict[str, Any]:
+    return {"model": reply["model"], "choices": []}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(status=429, retry_after="0.2"),
+        Fault(status=500),
+        Fault(status=503),
+        Fault(reset=True),
+        Fault(truncate=True),
+        Fault(change=shorter),
+        Fault(change=without_choices),
+        Fault(delay_s=0.6),
+    ],
+    ids=["429", "500", "503", "reset", "truncated", "wrong length", "no choices", "slow"],
+)
+def test_a_failure_costs_time_and_no_answer(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete, fault: Fault
+) -> None:
+    wanted = clean_rows(source, tmp_path / "clean", tiny, answers)
+    patience = replace(PATIENCE, timeout_s=0.3)
+
+    def sometimes(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        return fault if number in (3, 11) else None
+
+    started = time.monotonic()
+    with serve(answers, tiny, fault=sometimes) as server:
+        config = config_for(source, server)
+        report, rows = regenerate(config, tmp_path / "out", tiny, patience=patience)
+    assert rows == wanted
+    assert report.rejects == {}
+    keys = [line[0] for line in journal_lines(tmp_path / "out")]
+    assert len(set(keys)) == len(keys) == 2 * len(TALKS)
+    assert len(server.asked()) >= 2 * len(TALKS) + 2
+    if fault.retry_after:
+        assert time.monotonic() - started >= 0.4, "the server asked for two rests of 0.2 s"
+
+
+def test_a_dead_endpoint_is_set_aside_and_the_rest_go_on(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = clean_rows(source, tmp_path / "clean", tiny, answers)
+
+    def dying(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        bad.is_down = number >= 3
+        return None
+
+    with serve(answers, tiny) as good, serve(answers, tiny, fault=dying) as bad:
+        config = config_for(source, bad, good)
+        report, rows = regenerate(config, tmp_path / "out", tiny)
+    assert rows == wanted
+    assert "4 failures in a row" in caplog.text
+    (note,) = [note for note in report.notes if "was set aside" in note]
+    assert note.startswith(bad.url)
+    assert good.asked()
+
+
+def test_an_endpoint_that_was_never_there_does_not_stop_the_others(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    with serve(answers, tiny) as gone:
+        pass
+    with serve(answers, tiny) as good:
+        report, rows = regenerate(config_for(source, gone, good), tmp_path / "out", tiny)
+    assert len(rows) == len(TALKS)
+    assert any("was set aside" in note for note in report.notes)
+
+
+def test_without_any_endpoint_left_the_run_stops_clearly_and_goes_on_later(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    wanted = clean_rows(source, tmp_path / "clean", tiny, answers)
+    out = tmp_path / "out"
+
+    def dying(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        bad.is_down = bad.num_answered >= 7
+        return None
+
+    with serve(answers, tiny, fault=dying) as bad:
+        with pytest.raises(EndpointsDownError, match="no endpoint answers any more") as caught:
+            regenerate(config_for(source, bad), out, tiny)
+        assert bad.url in str(caught.value)
+        assert "go on" in str(caught.value)
+    kept = {line[0] for line in journal_lines(out)}
+    assert len(kept) >= 7
+    with serve(answers, tiny) as good:
+        _, rows = regenerate(config_for(source, good), out, tiny)
+    assert rows == wanted
+    assert len(good.asked()) == 2 * len(TALKS) - len(kept)
+
+
+def test_a_question_that_always_fails_is_given_up_alone(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    def poison(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        return Fault(status=500) if "question 7" in first_words(body, tiny) else None
+
+    def refuse(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        is_long = "question 7" in first_words(body, tiny)
+        return Fault(status=400, text="longer than 8 tokens") if is_long else None
+
+    for reason, fault in (("endpoint_error", poison), ("refused_by_server", refuse)):
+        with serve(answers, tiny, fault=fault) as server:
+            report, rows = regenerate(config_for(source, server), tmp_path / reason, tiny)
+        assert report.rejects == {reason: 1}
+        assert len(rows) == len(TALKS) - 1
+    assert "longer than 8 tokens" in (tmp_path / reason / "rejects.jsonl").read_text()
+
+
+def test_a_server_that_fails_every_question_is_not_asked_for_ever(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    with (
+        serve(answers, tiny, fault=lambda *_: Fault(status=500)) as server,
+        pytest.raises(EndpointsDownError, match="HTTP 500: no luck"),
+    ):
+        regenerate(config_for(source, server), tmp_path / "out", tiny)
+    assert len(server.asked()) <= 4 * (PATIENCE.retries + 1)
+
+
+def test_a_server_restarted_with_another_model_is_noticed(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    def renamed(reply: dict[str, Any]) -> dict[str, Any]:
+        return reply | {"model": "another"}
+
+    with (
+        serve(answers, tiny, fault=lambda *_: Fault(change=renamed)) as server,
+        pytest.raises(EndpointsDownError, match="answers come from model another now, not tiny"),
+    ):
+        regenerate(config_for(source, server), tmp_path / "out", tiny)
+
+
+@pytest.mark.parametrize(
+    ("manner", "model", "message"),
+    [
+        (Manner(models=("a", "b")), "", r"set data\.regenerate\.model to one of .*: a, b"),
+        (Manner(), "other", "it serves tiny, not other"),
+        (Manner(prefix_ids=(0,)), "", "`mtp data check-render` shows the difference"),
+        (Manner(template="{{ messages[0]['content'] }}", has_completions=False), "", "template"),
+    ],
+)
+def test_a_server_that_cannot_serve_the_target_is_refused_at_once(
+    tmp_path: Path,
+    source: Path,
+    tiny: Any,
+    answers: Complete,
+    manner: Manner,
+    model: str,
+    message: str,
+) -> None:
+    with serve(answers, tiny, manner=manner) as server:
+        config = config_for(source, server, model=model)
+        with pytest.raises(EndpointsDownError, match=message):
+            regenerate(config, tmp_path / "out", tiny)
+        assert server.asked() + server.asked("/v1/chat/completions") == []
+
+
+def test_endpoints_must_serve_one_model(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    with (
+        serve(answers, tiny) as one,
+        serve(answers, tiny, manner=Manner(model="two")) as other,
+        pytest.raises(ValueError, match=r"different models .* serves tiny, .* serves two"),
+    ):
+        regenerate(config_for(source, one, other), tmp_path / "out", tiny)
+
+
+def test_the_key_is_sent_and_shown_nowhere(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "sk-secret-123"
+    with serve(answers, tiny, manner=Manner(api_key=key)) as server:
+        config = config_for(source, server, retries=0)
+        _, rows = regenerate(config, tmp_path / "out", tiny, api_key=key)
+        with pytest.raises(EndpointsDownError, match="HTTP 401: bad key: Bearer") as caught:
+            regenerate(config, tmp_path / "wrong", tiny, api_key="sk-other-456")
+    assert len(rows) == len(TALKS)
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    for secret in (key, "sk-other-456"):
+        assert secret not in caplog.text + str(caught.value)
+        assert not any(secret.encode() in content for content in written)
+
+
+def test_the_window_slides_past_a_slow_answer(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    def slow_first(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        num_answered.append(server.num_answered)
+        return Fault(delay_s=0.8) if number == 0 else Fault(delay_s=0.01)
+
+    num_answered: list[int] = []
+    with serve(answers, tiny, fault=slow_first) as server:
+        regenerate(config_for(source, server, concurrency=3), tmp_path / "out", tiny)
+    assert server.most_open == 3
+    # All but the slow conversation's second answer were there before the first came back.
+    assert max(num_answered) == 2 * len(TALKS) - 1
