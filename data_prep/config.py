@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
+
+from data_prep.addresses import check_url, check_variable, server_root
 
 Format = Literal["auto", "sharegpt", "openai", "prompts", "tokenized"]
 
@@ -57,8 +58,9 @@ class RegenerateConfig:
 
     def _check_endpoints(self) -> None:
         for url in self.url:
-            check_url(url, "data.regenerate.url")
-        if len(set(self.url)) < len(self.url):
+            check_url(url, "data.regenerate.url", key_field="data.regenerate.api_key_env")
+        check_variable(self.api_key_env, "data.regenerate.api_key_env")
+        if len({server_root(url) for url in self.url}) < len(self.url):
             raise ValueError(f"data.regenerate.url={list(self.url)}: the same endpoint twice")
         if self.url and not self.enabled:
             raise ValueError(
@@ -132,21 +134,3 @@ class DataConfig:
             raise ValueError(
                 "data.cut_long_answers=true needs data.max_answer_tokens > 0: the length to cut at"
             )
-
-
-def check_url(url: str, field: str) -> None:
-    """Raise ``ValueError`` unless ``url`` names an HTTP server and holds no password."""
-    try:
-        parts = urlsplit(url)
-        is_server = parts.scheme in ("http", "https") and bool(parts.hostname)
-        has_secret = bool(parts.username or parts.password)
-        _ = parts.port  # raises where it is no number
-    except ValueError:
-        is_server = has_secret = False
-    if has_secret:
-        raise ValueError(
-            f"{field}: no user or password in the address; put the key into an environment "
-            "variable and name that in data.regenerate.api_key_env"
-        )
-    if not is_server:
-        raise ValueError(f"{field}={url!r}: expected an address such as http://localhost:8000/v1")

@@ -100,7 +100,12 @@ def read_api_key(variable: str, field: str) -> str:
     """The key in the environment variable that ``field`` names; empty where none is named."""
     if not variable:
         return ""
-    key = os.environ.get(variable, "")
+    key = os.environ.get(variable, "").strip()  # a file's last line break, for instance
     if not key:
         raise ValueError(f"{field}={variable}: this environment variable is not set, or empty")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError(
+            f"{field}={variable}: what this environment variable holds cannot be a key: it has "
+            "characters that no header can carry"
+        )
     return key

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from data_prep.addresses import check_url, check_variable
 from data_prep.builtin import BUILTIN_SETS
-from data_prep.config import check_url
 from mtp_train.config import Config, ValidateConfig
 
 MISSING = "???"  # OmegaConf's mark of a value that the user has to give
@@ -127,11 +127,11 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     """
     try:
         config: Config = _build(Config, raw, "")
+        check_config(config)
     except ConfigError:
         raise
-    except ValueError as error:  # a dataclass's own checks
+    except ValueError as error:  # a dataclass's own checks, and those of data_prep
         raise ConfigError(str(error)) from error
-    check_config(config)
     return config
 
 
@@ -327,8 +327,10 @@ def _check_regeneration(config: Config) -> None:
 
 
 def _check_rendering(config: Config) -> None:
-    if config.check_render.url:
-        check_url(config.check_render.url, "check_render.url")
+    settings = config.check_render
+    if settings.url:
+        check_url(settings.url, "check_render.url", key_field="check_render.api_key_env")
+    check_variable(settings.api_key_env, "check_render.api_key_env")
 
 
 def _check_features(config: Config) -> None:
@@ -394,6 +396,8 @@ def _check_validation(config: Config) -> None:
 
 def _check_engine(config: Config) -> None:
     engine = config.engine
+    if engine.url:
+        check_url(engine.url, "engine.url")
     if engine.kind == "none":
         return
     if bool(engine.python) == bool(engine.url):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data_prep.token_set import load_token_set
+from mtp_train.answering import read_api_key
 from mtp_train.events import read_events
 from mtp_train.features.target import load_tokenizer
 from mtp_train.run_dir import RunDirectory
@@ -52,7 +53,7 @@ def test_the_stage_records_who_answered_and_gets_the_same_rows(
         monkeypatch.delenv("TINY_KEY", raising=False)
         with pytest.raises(ValueError, match=r"api_key_env=TINY_KEY: .* not set"):
             run_data(there)
-        monkeypatch.setenv("TINY_KEY", KEY)
+        monkeypatch.setenv("TINY_KEY", KEY + "\n")  # as a file gives it
         assert run_data(there) == 0
     run = RunDirectory.from_config(there)
     sets = [load_token_set(RunDirectory.from_config(config).data) for config in (here, there)]
@@ -72,3 +73,13 @@ def test_the_stage_records_who_answered_and_gets_the_same_rows(
     written = [path.read_bytes() for path in run.root.rglob("*") if path.is_file()]
     assert not any(KEY.encode() in content for content in written)
     assert KEY not in printed
+
+
+@pytest.mark.parametrize("value", ["", " \n", "sk-secret-1\nsk-secret-2", "sk-secret-é"])
+def test_what_cannot_be_a_key_is_refused_and_not_shown(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_KEY", value)
+    with pytest.raises(ValueError, match=r"^check_render\.api_key_env=TINY_KEY: ") as caught:
+        read_api_key("TINY_KEY", "check_render.api_key_env")
+    assert "secret" not in str(caught.value)

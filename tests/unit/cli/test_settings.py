@@ -99,6 +99,9 @@ def test_values_get_the_declared_types() -> None:
         ("features.p0_references", [], r"^features\.p0_references=\[\]: name decode, huggingface"),
         ("trainer.warmup_share", 1.0, r"must be a share"),
         ("trainer.betas", [0.9, 1.0], r"each must be in \[0, 1\)$"),
+        ("check_render.url", "a:80", r"^check_render\.url='a:80': expected an address such as"),
+        ("check_render.url", "http://a:b@c", r"name that in check_render\.api_key_env$"),
+        ("check_render.api_key_env", "sk-1", r"^check_render\.api_key_env: expected the name of"),
     ],
 )
 def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, message: str) -> None:
@@ -244,7 +247,13 @@ def _dig(raw: Any, key: str) -> Any:
     ("section", "message"),
     [
         ({"kind": "vllm"}, r"^engine\.kind=vllm: give one of engine\.python"),
-        ({"kind": "vllm", "python": "p", "url": "u"}, r"not engine\.python=p and engine\.url=u$"),
+        (
+            {"kind": "vllm", "python": "p", "url": "http://u"},
+            r"not engine\.python=p and engine\.url=http://u$",
+        ),
+        ({"kind": "vllm", "url": "localhost:80"}, r"^engine\.url='localhost:80': expected an addr"),
+        ({"kind": "vllm", "url": "http://a:b@c"}, r"^engine\.url: no user, password or query"),
+        ({"url": "http://a:b@c"}, r"^engine\.url: no user, password or query in the address$"),
         ({"kind": "vllm", "python": "p", "k": [0]}, r"^engine\.k=\[0\]: name numbers"),
         ({"kind": "vllm", "python": "p", "sets": ["x"]}, r"^engine\.sets: x is unknown; allowed"),
         ({"kind": "vllm", "python": "p", "sets": []}, r"^engine\.sets=\[\]: name at least one"),
