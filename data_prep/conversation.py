@@ -42,6 +42,13 @@ class Message:
             return False
         return not (self.content.strip() or self.reasoning.strip() or self.tool_calls)
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything in it that a template may write."""
+        calls = [text for call in self.tool_calls for text in (call.name, call.arguments)]
+        ids = [call.call_id for call in self.tool_calls]
+        return (self.content, self.reasoning, *calls, *ids, self.tool_call_id, self.name)
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -111,3 +118,12 @@ class Reject:
 
 
 Record = Conversation | TokenizedRecord | Reject
+
+
+def is_unicode(*texts: str) -> bool:
+    """No lone surrogates: undecodable bytes, or half a character escaped in JSON."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

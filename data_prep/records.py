@@ -19,6 +19,7 @@ from data_prep.conversation import (
     Role,
     TokenizedRecord,
     ToolCall,
+    is_unicode,
 )
 
 _CONVERSATION_KEYS = ("conversations", "conversation")
@@ -64,9 +65,9 @@ def parse_record(row: Any, *, source: str, record_id: str, format: Format) -> Re
         if found == "tokenized":
             return _tokenized(row, source, record_id)
         messages = _prompts(row) if found == "prompts" else _messages(row)
-        if not _is_clean(messages):
-            raise _UnusableError("bad_encoding", "text that is not Unicode")
         tools = _tools(row.get("tools") or row.get("functions"))
+        if not is_unicode(*(text for message in messages for text in message.texts), *tools):
+            raise _UnusableError("bad_encoding", "text that is not Unicode")
         return Conversation(messages, tools, source=source, record_id=record_id)
     except _UnusableError as error:
         return Reject(error.reason, source, record_id, error.detail)
@@ -212,17 +213,3 @@ def _parse_json(text: str, what: str) -> Any:
         if what == "messages":
             reason = "malformed_message"
         raise _UnusableError(reason, f"{what} is no JSON: {error}") from error
-
-
-def _is_clean(messages: tuple[Message, ...]) -> bool:
-    """No lone surrogates: undecodable bytes, or half a character escaped in JSON."""
-    try:
-        for message in messages:
-            message.content.encode()
-            message.reasoning.encode()
-            for call in message.tool_calls:
-                call.name.encode()
-                call.arguments.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

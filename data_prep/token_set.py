@@ -184,5 +184,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write lines of text durably and in one rename."""
-    write_atomic(path, "".join(line + "\n" for line in lines))
+    """Write lines of JSON durably and in one rename."""
+    text = "".join(line + "\n" for line in lines)
+    # Half a character, say in a record's id, has no UTF-8; JSON escapes it as Python does.
+    write_atomic(path, text.encode(errors="backslashreplace"))

@@ -47,7 +47,8 @@ class EventLog:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         record = {"time": now, "stage": self.stage, "event": event} | values
         line = json.dumps(to_jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
-        self._file.write(line.encode())
+        # Half a character has no UTF-8; JSON escapes it as Python does.
+        self._file.write(line.encode(errors="backslashreplace"))
 
     def close(self) -> None:
         if self._file is not None:

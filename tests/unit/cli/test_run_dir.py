@@ -66,6 +66,14 @@ def test_events_are_read_back_in_order_with_their_fields(tmp_path: Path) -> None
     assert not list(read_events(path, stage="data"))
 
 
+def test_half_a_character_can_be_logged(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, stage="train") as log:
+        log.write("said", text="half \ud83d é")
+    (event,) = read_events(path)
+    assert event["text"] == "half \ud83d é"
+
+
 def test_a_torn_last_line_costs_neither_the_lines_before_nor_after(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path, stage="train") as log:

@@ -277,6 +277,17 @@ def test_rows_with_the_same_tokens_are_kept_once(tmp_path: Path, tiny: Any) -> N
     assert report.rejects == {"duplicate_row": 7}
 
 
+def test_a_rejected_record_may_be_called_anything(tmp_path: Path, tiny: Any) -> None:
+    source = tmp_path / "talks.jsonl"
+    ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "the answer"}
+    records = [{"id": "half \ud83d", "messages": [ask]}, {"messages": [ask, answer]}]
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = DataConfig(sources=(str(source),), validation_share=0.0)
+    prepare(config, out_dir=tmp_path / "out", tokenizer=tiny, seed=1)
+    (line,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert json.loads(line)["record_id"] == "half \ud83d"
+
+
 def test_prompts_alone_need_regeneration(tmp_path: Path, tiny: Any) -> None:
     path = tmp_path / "p.txt"
     path.write_text("a question\nanother\n")

@@ -98,6 +98,22 @@ def test_half_an_escaped_character_is_rejected(tmp_path: Path) -> None:
     assert record.reason == "bad_encoding"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"name": "half \ud83d"}]},
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "\ud83d"}]},
+        {"messages": [{"role": "user", "content": "x", "name": "\ud83d"}]},
+    ],
+)
+def test_half_a_character_is_rejected_wherever_a_template_may_write_it(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    record = read_one(tmp_path, {"messages": [{"role": "user", "content": "x"}]} | more)
+    assert isinstance(record, Reject)
+    assert record.reason == "bad_encoding"
+
+
 def test_a_broken_line_is_reported_and_the_others_read(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b\n\n{"prompt": "c"}\n')
