@@ -169,7 +169,10 @@ def find_cause(prompt: Prompt, theirs: tuple[int, ...], chat: ChatFormat) -> tup
         return "first token added", f"the server puts {name} in front, the template here does not"
     if ours[1:] == theirs:
         return "first token missing", f"the server leaves out {chat.decode(ours[:1])!r} in front"
-    history = chat.history_text(prompt.messages, prompt.tools)
+    try:
+        history = chat.history_text(prompt.messages, prompt.tools)
+    except UnrenderableError:  # a template that wants to be asked for an answer
+        history = ""
     (without,) = chat.encode([history])
     if theirs == tuple(without):
         missing = prompt.text.removeprefix(history)

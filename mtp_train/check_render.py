@@ -101,8 +101,8 @@ def show(report: RenderReport, console: Console) -> None:
 
 def _show_difference(difference: Difference, console: Console) -> None:
     prompt = difference.prompt
-    title = f"{prompt.source} · {prompt.record_id} · message {prompt.turn}"
-    console.rule(title, align="left")
+    title = f"── {prompt.source} · {prompt.record_id} · message {prompt.turn}"
+    console.print(title, style="dim", markup=False, soft_wrap=True)
     headline = f"{difference.cause}: {difference.detail}"
     console.print(headline, style="bold", markup=False, soft_wrap=True)
     if difference.position < 0:

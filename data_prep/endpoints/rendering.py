@@ -68,12 +68,16 @@ class ServedTemplate:
             reply = await self._server.post(path, request | {"return_token_ids": True})
         except RefusedError:
             reply = await self._server.post(path, request)
-        choices = reply.get("choices") or [{}]
-        ids = _ids(reply.get("prompt_token_ids")) or _ids(choices[0].get("prompt_token_ids"))
+        choices = reply.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else {}
+        ids = _ids(reply.get("prompt_token_ids"))
+        if ids is None and isinstance(first, dict):
+            ids = _ids(first.get("prompt_token_ids"))
         if ids is not None:
             self.way = f"{path}, prompt_token_ids"
             return ServedRendering(len(ids), ids)
-        count = (reply.get("usage") or {}).get("prompt_tokens")
+        usage = reply.get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
         if type(count) is not int:
             raise ValueError(
                 f"{self._server.url}: neither /tokenize with messages nor prompt_token_ids nor "
@@ -84,6 +88,6 @@ class ServedTemplate:
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return tuple(value)
-    return None
+    if not isinstance(value, list) or not value:
+        return None
+    return tuple(value) if all(type(t) is int and 0 <= t < 2**31 for t in value) else None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
-from data_prep.endpoints.rendering import ServedRendering
+from data_prep.conversation import Message
+from data_prep.endpoints.rendering import ServedRendering, ServedTemplate
 from data_prep.openai_format import to_openai, tools_to_openai
 from data_prep.render_check import compare, prompts_to_check
 from mtp_train.check_render import run_check_render
@@ -114,6 +116,58 @@ def test_a_server_that_renders_otherwise_is_caught_and_named(
     assert cause in found["causes"]
     assert "one question" not in json.dumps(found["causes"])
     assert "second" not in json.dumps(found)
+
+
+def test_names_and_ids_of_any_kind_are_shown(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Brackets are no markup, and an id that the tokenizer has not is still a difference."""
+    source = Path(config.data.sources[0])
+    named = [{"id": f"[/b]{i}", "messages": item} for i, item in enumerate(MESSAGES)]
+    source.write_text("".join(json.dumps(item) + "\n" for item in named))
+    assert check(config, Manner(prefix_ids=(100_000,))) == 1
+    assert "[/b]0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_known"),
+    [
+        ({"choices": [None]}, False),
+        ({"choices": 5, "usage": []}, False),
+        ({"choices": [], "prompt_token_ids": [-1]}, False),
+        ({"prompt_token_ids": [2**40]}, False),
+        ({"usage": {"prompt_tokens": "5"}}, False),
+        ({"choices": [{"prompt_token_ids": [5]}]}, True),
+        ({"prompt_token_ids": [5]}, True),
+    ],
+)
+def test_a_strange_reply_says_nothing(reply: dict[str, Any], is_known: bool) -> None:
+    class Strange:
+        url = "http://a"
+
+        async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            return reply
+
+    template = ServedTemplate(cast(Any, Strange()), model="m", kwargs={})
+    asked = template.render([Message("user", "hm")], [])
+    if is_known:
+        assert asyncio.run(asked) == ServedRendering(1, (5,))
+        return
+    with pytest.raises(ValueError, match="says nothing about its prompts"):
+        asyncio.run(asked)
+
+
+def test_a_template_that_must_be_asked_for_an_answer_is_compared(tmp_path: Path) -> None:
+    stern = "{% if not add_generation_prompt and messages | length == 1 %}"
+    stern += "{{ raise_exception('ask me') }}{% endif %}"
+    source = tmp_path / "one.jsonl"
+    source.write_text(json.dumps({"prompt": "the answer"}) + "\n")
+    chat = ChatFormat(tiny_tokenizer(stern + CHATML))
+    (prompt,) = prompts_to_check(DataConfig(sources=(str(source),)), chat, limit=1)
+    theirs = (*prompt.ids[:3], 7, *prompt.ids[3:])
+    difference = compare(prompt, ServedRendering(len(theirs), theirs), chat)
+    assert difference is not None
+    assert difference.cause == "another chat template"
 
 
 def test_equal_counts_are_not_sold_as_equal_prompts(
