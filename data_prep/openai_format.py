@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_prep.conversation import Message, ToolCall
+from data_prep.conversation import Message, ToolCall, is_unicode
 
 
 def to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -28,14 +28,20 @@ def answer_from_openai(raw: Mapping[str, Any]) -> Message:
         raise ValueError("message: content and reasoning must be text")
     try:
         tool_calls = tuple(
-            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id") or "")
+            ToolCall(
+                call["function"]["name"], call["function"]["arguments"], str(call.get("id") or "")
+            )
             for call in calls
         )
         for call in tool_calls:
-            json.loads(call.arguments)
+            if not isinstance(call.name, str) or not isinstance(json.loads(call.arguments), dict):
+                raise ValueError("expected a name and a JSON object")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"message: a tool call is malformed ({error})") from error
-    return Message("assistant", content, reasoning=reasoning, tool_calls=tool_calls)
+    message = Message("assistant", content, reasoning=reasoning, tool_calls=tool_calls)
+    if not is_unicode(*message.texts):
+        raise ValueError("message: text that is not Unicode")
+    return message
 
 
 def _to_openai(message: Message) -> dict[str, Any]:

@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 
 from data_prep.answering import Question, Reply
 from data_prep.conversation import Message
-from data_prep.endpoints.http import RefusedError, Server, UnavailableError
-from data_prep.endpoints.routes import Dialect, Route, candidate_routes
+from data_prep.endpoints.http import RefusedError, Server, UnavailableError, shown
+from data_prep.endpoints.routes import Dialect, Route, candidate_routes, counts_tokens
 from runtime.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 _PROBE = Message("user", "Hello")
 _PROBE_TOKENS = 2
+_PROBE_TIMEOUT_S = 60.0
+_LONGEST_REST_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Patience:
     """How long to wait and how often to try again. Times in seconds.
 
     The n-th rest in a row takes about ``backoff_s * 2^(n-1)``, at most ``max_backoff_s``, with
-    jitter; a server's Retry-After prolongs it.
+    jitter; a server's Retry-After prolongs it, up to an hour: who asks for more is set aside.
     """
 
     retries: int
@@ -64,6 +66,7 @@ class Endpoint:
         self.server = server
         self.counts = EndpointCounts()
         self.set_aside_because = ""
+        self.counts_tokens = False  # of prompt and answer, when it was last contacted
         self._dialect = dialect
         self._patience = patience
         self._route: Route | None = None
@@ -127,9 +130,10 @@ class Endpoint:
                 self._fail(error)
             raise
         except RefusedError as error:
-            if error.status == 404:  # the model is gone, not the question's fault
+            if error.status in (401, 403, 404):  # the key or the model is gone
                 self.counts.failures += 1
-                gone = UnavailableError(str(error))
+                # Some forbid a question for what it says.
+                gone = UnavailableError(str(error), may_be_the_question=error.status == 403)
                 if epoch == self._epoch and not self._is_resting:
                     self._fail(gone)
                 raise gone from error
@@ -145,6 +149,9 @@ class Endpoint:
         if self._failures_in_a_row > patience.retries:
             self.set_aside(f"{self._failures_in_a_row} failures in a row; the last: {error}")
             return
+        if (error.retry_after_s or 0.0) > _LONGEST_REST_S:
+            self.set_aside(f"{error}; to be asked again in {error.retry_after_s:.0f} s")
+            return
         backoff = patience.backoff_s * 2.0 ** (self._failures_in_a_row - 1)
         rest = min(backoff, patience.max_backoff_s) * random.uniform(0.5, 1.5)
         self._rest_s = max(rest, error.retry_after_s or 0.0)
@@ -153,13 +160,16 @@ class Endpoint:
         logger.warning("%s: %s; trying again in %.1f s", self.url, error, self._rest_s)
 
     async def _contact(self) -> None:
-        model = await find_model(self.server, self._dialect.model, field="data.regenerate.model")
+        timeout_s = min(_PROBE_TIMEOUT_S, self._patience.timeout_s)
+        model = await find_model(
+            self.server, self._dialect.model, field="data.regenerate.model", timeout_s=timeout_s
+        )
         dialect = replace(self._dialect, model=model)
         question = probe_question(dialect)
         refusals = []
         for route in candidate_routes(dialect):
             try:
-                body = await self.server.post(route.path, route.body(question))
+                body = await self.server.post(route.path, route.body(question), timeout_s=timeout_s)
             except RefusedError as error:
                 refusals.append(str(error))
                 continue
@@ -174,9 +184,10 @@ class Endpoint:
                     "template or tokenizer; `mtp data check-render` shows the difference"
                 )
             self._answers_as = str(body.get("model", ""))
+            self.counts_tokens = counts_tokens(body)
             self._settle_on(route, dialect)
             return
-        raise HopelessError(f"no way to ask works: {'; '.join(refusals)}")
+        raise HopelessError(f"no way to ask works: {'; '.join(dict.fromkeys(refusals))}")
 
     def _settle_on(self, route: Route, dialect: Dialect) -> None:
         is_new = self._route is None or type(route) is not type(self._route)
@@ -190,28 +201,39 @@ class Endpoint:
         """A server that was restarted with another model must not go unnoticed."""
         model = str(body.get("model", ""))
         if model != self._answers_as:
-            raise UnavailableError(f"answers come from model {model} now, not {self._answers_as}")
+            raise UnavailableError(
+                f"answers come from model {shown(model)} now, not {self._answers_as}"
+            )
 
 
-async def find_model(server: Server, wanted: str, *, field: str) -> str:
+async def find_model(
+    server: Server, wanted: str, *, field: str, timeout_s: float | None = None
+) -> str:
     """``wanted`` if the server has it; where that is empty, its only model.
 
     Raises :class:`HopelessError` that asks for ``field``, and what requests raise.
     """
     try:
-        body = await server.get("/v1/models")
+        body = await server.get("/v1/models", timeout_s=timeout_s)
     except RefusedError as error:
         if wanted:
             return wanted
+        if error.status in (401, 403):
+            raise HopelessError(str(error)) from None
         raise HopelessError(f"it lists no models; set {field} ({error})") from None
     listed = body.get("data")
-    models = [m["id"] for m in listed if isinstance(m, dict) and "id" in m] if listed else []
+    entries = listed if isinstance(listed, list) else []
+    models = [
+        entry["id"]
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    ]
+    names = shown(", ".join(models))
     if wanted and wanted not in models:
-        raise HopelessError(f"it serves {', '.join(models) or 'no model'}, not {wanted}")
+        raise HopelessError(f"it serves {names or 'no model'}, not {wanted}")
     if not wanted and len(models) != 1:
-        names = ", ".join(models) or "none"
-        raise HopelessError(f"set {field} to one of the models it serves: {names}")
-    return wanted or str(models[0])
+        raise HopelessError(f"set {field} to one of the models it serves: {names or 'none'}")
+    return wanted or models[0]
 
 
 def probe_question(dialect: Dialect) -> Question:

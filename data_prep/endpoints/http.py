@@ -6,6 +6,7 @@ or this request's for good (:class:`RefusedError`). The key is sent and never sh
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import email.utils
 import json
@@ -13,9 +14,11 @@ from typing import Any
 
 import httpx
 
+from data_prep.addresses import server_root
+
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200  # characters of a server's own words
-_REFUSALS = frozenset({400, 404, 405, 413, 422, 501})
+_REFUSALS = frozenset({400, 401, 403, 404, 405, 413, 422, 501})
 
 
 class UnavailableError(Exception):
@@ -37,7 +40,7 @@ class UnavailableError(Exception):
 
 
 class RefusedError(Exception):
-    """The server understood the request and will never serve it."""
+    """The server understood the request and will never serve it, or not from this user."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -54,8 +57,9 @@ class Server:
         self, url: str, *, api_key: str = "", timeout_s: float, max_connections: int = 4
     ) -> None:
         self.url = url
-        self._base = url.rstrip("/").removesuffix("/v1")
+        self._base = server_root(url)
         self._api_key = api_key
+        self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             headers=headers,
@@ -66,25 +70,32 @@ class Server:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """The JSON object at ``path``. Raises :class:`UnavailableError`, :class:`RefusedError`."""
-        return await self._send(self._client.build_request("GET", self._base + path))
+    async def get(self, path: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The JSON object at ``path``, whole within ``timeout_s`` (the server's own where it is
+        ``None``). Raises :class:`UnavailableError`, :class:`RefusedError`.
+        """
+        return await self._send("GET", path, None, timeout_s)
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any], *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """As :meth:`get`, for the answer to ``body``."""
-        return await self._send(self._client.build_request("POST", self._base + path, json=body))
+        return await self._send("POST", path, body, timeout_s)
 
-    async def _send(self, request: httpx.Request) -> dict[str, Any]:
-        where = request.url.path
+    async def _send(
+        self, method: str, where: str, body: dict[str, Any] | None, timeout_s: float | None
+    ) -> dict[str, Any]:
         try:
-            response = await self._client.send(request)
-        except httpx.TimeoutException as error:
+            # The client's own timeout counts anew with every byte that arrives.
+            async with asyncio.timeout(timeout_s or self._timeout_s):
+                response = await self._client.request(method, self._base + where, json=body)
+        except (httpx.TimeoutException, TimeoutError) as error:
             kind = "no connection" if isinstance(error, httpx.ConnectTimeout) else "no answer"
             raise UnavailableError(
                 f"{where}: {kind} in time",
                 may_be_the_question=not isinstance(error, httpx.ConnectTimeout),
             ) from error
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise UnavailableError(
                 f"{where}: {type(error).__name__}: {self._shown(str(error))}",
                 may_be_the_question=not isinstance(error, httpx.ConnectError),
@@ -116,11 +127,15 @@ class Server:
         return value
 
     def _shown(self, text: str) -> str:
-        """A server's words, shortened, and without the key should it echo it."""
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
-        text = " ".join(text.split())
-        return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+        """A server's words, without the key should it echo it."""
+        return shown(text.replace(self._api_key, "***") if self._api_key else text)
+
+
+def shown(text: str) -> str:
+    """A server's words, shortened to one line of what can be printed and written."""
+    text = " ".join(text.split())
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
 def _words(response: httpx.Response) -> str:

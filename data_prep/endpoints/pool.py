@@ -10,9 +10,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from data_prep.answering import Question, Reply
 from data_prep.endpoints.endpoint import Endpoint, Patience
@@ -20,6 +21,8 @@ from data_prep.endpoints.http import Server, UnavailableError
 from data_prep.endpoints.routes import Dialect
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0  # for the other endpoints, once one is known
 
 
 class EndpointsDownError(ValueError):
@@ -61,8 +64,9 @@ class EndpointPool:
         self._done: queue.SimpleQueue[Reply | BaseException] = queue.SimpleQueue()
         self._num_submitted = 0
         self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue()
-        self._workers: list[asyncio.Task[None]] = []
+        self._workers: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
         self._asking: set[asyncio.Task[Reply]] = set()
+        self._model = ""  # whose answers these are, from the first contact to the end
         self.endpoints: tuple[Endpoint, ...] = ()
 
     # -- AnswerEngine -----------------------------------------------------------------------------
@@ -74,19 +78,21 @@ class EndpointPool:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        return {"model": self._model()}
+        return {"model": self._model}
 
     @property
     def notes(self) -> Sequence[str]:
         """Complete once the answers are there."""
         notes = [
-            f"the answers come from a server's model {self._model()}; nothing here can prove that "
+            f"the answers come from a server's model {self._model}; nothing here can prove that "
             "its weights are the target's"
         ]
         for endpoint in self.endpoints:
             route = endpoint.route
             if route is not None and not route.is_exact:
                 notes.append(f"{endpoint.url}: {route.summary}")
+                if not endpoint.counts_tokens:
+                    notes.append(f"{endpoint.url}: it counts no tokens, so these were not checked")
             if route is not None and not route.dialect.is_extended:
                 notes.append(
                     f"{endpoint.url}: top_k, repetition penalty and the tokens that end an answer "
@@ -118,7 +124,10 @@ class EndpointPool:
                 return replies
 
     def cancel(self) -> None:
-        self._call(self._cancel)
+        async def cancel() -> None:
+            self._cancel()
+
+        self._run(cancel())
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -126,7 +135,7 @@ class EndpointPool:
         self._thread.start()
         is_open = False
         try:
-            asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+            self._run(self._open())
             is_open = True
         finally:
             if not is_open:
@@ -155,47 +164,59 @@ class EndpointPool:
             )
             for url in self._urls
         )
-        await asyncio.gather(*(endpoint.contact() for endpoint in self.endpoints))
-        if not self._model():  # all are starting up, or down
-            waits = [asyncio.ensure_future(endpoint.ready()) for endpoint in self.endpoints]
-            for wait in asyncio.as_completed(waits):
-                if await wait:
-                    break
-            for task in waits:
-                task.cancel()
-        if not self._model():
+        await self._find_first()
+        known = [endpoint for endpoint in self.endpoints if endpoint.model]
+        if not known:
             raise EndpointsDownError(self._all_down())
-        models = {endpoint.url: endpoint.model for endpoint in self.endpoints if endpoint.model}
-        if len(set(models.values())) > 1:
-            listed = ", ".join(f"{url} serves {model}" for url, model in models.items())
+        if len({endpoint.model for endpoint in known}) > 1:
+            listed = ", ".join(f"{endpoint.url} serves {endpoint.model}" for endpoint in known)
             raise ValueError(f"data.regenerate.url: different models ({listed}); name one model")
-        self._workers = [
-            asyncio.ensure_future(self._work(endpoint))
-            for endpoint in self.endpoints
-            for _ in range(self._concurrency)
-        ]
-        for worker in self._workers:
-            worker.add_done_callback(self._on_worker_end)
+        self._model = known[0].model
+        for endpoint in self.endpoints:
+            for _ in range(self._concurrency):
+                worker = asyncio.ensure_future(self._work(endpoint))
+                worker.add_done_callback(self._on_worker_end)
+                self._workers.add(worker)
+
+    async def _find_first(self) -> None:
+        """Return once an endpoint is known and the others had their chance, or none is left.
+
+        Who is late is contacted by its own workers.
+        """
+        first = [asyncio.ensure_future(endpoint.contact()) for endpoint in self.endpoints]
+        await self._until_known(first)
+        if not any(endpoint.model for endpoint in self.endpoints):  # starting up, or down
+            await self._until_known([asyncio.ensure_future(e.ready()) for e in self.endpoints])
+
+    async def _until_known(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        pending = set(tasks)
+        while pending and not any(endpoint.model for endpoint in self.endpoints):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_GRACE_S)
+        for task in pending:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
 
     def _close(self) -> None:
         async def shut() -> None:
-            self._cancel()
-            for worker in self._workers:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
             for endpoint in self.endpoints:
                 await endpoint.server.close()
 
-        asyncio.run_coroutine_threadsafe(shut(), self._loop).result()
+        self._run(shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _call(self, function: Callable[[], None]) -> None:
-        async def run() -> None:
-            function()
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have the event loop do it, and wait."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _cancel(self) -> None:
         while not self._jobs.empty():
@@ -216,8 +237,8 @@ class EndpointPool:
 
     async def _work(self, endpoint: Endpoint) -> None:
         while await endpoint.ready():
-            if endpoint.model != self._model():
-                endpoint.set_aside(f"it serves {endpoint.model}, the others {self._model()}")
+            if endpoint.model != self._model:
+                endpoint.set_aside(f"it serves {endpoint.model}, the others {self._model}")
                 return
             job = await self._jobs.get()
             if endpoint.is_resting or not endpoint.is_usable:  # it fell while this worker waited
@@ -244,12 +265,6 @@ class EndpointPool:
             return
         logger.warning("giving up on one question after %d failures: %s", job.failures, error)
         self._done.put(Reply(job.question.key, (), "abort", "endpoint_error", str(error)))
-
-    def _model(self) -> str:
-        """The name of the first endpoint that is in use, or was."""
-        known = [endpoint for endpoint in self.endpoints if endpoint.model]
-        usable = [endpoint for endpoint in known if endpoint.is_usable] or known
-        return usable[0].model if usable else ""
 
     def _all_down(self) -> str:
         reasons = "; ".join(f"{e.url}: {e.set_aside_because}" for e in self.endpoints)

@@ -8,6 +8,7 @@ count of prompt tokens must be ours.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from typing import Any, ClassVar, Literal
 
 from data_prep.answering import Question, Reply
 from data_prep.chat import ChatFormat, UnrenderableError
-from data_prep.conversation import Conversation
-from data_prep.endpoints.http import UnavailableError
+from data_prep.conversation import Conversation, is_unicode
+from data_prep.endpoints.http import UnavailableError, shown
 from data_prep.openai_format import answer_from_openai, to_openai, tools_to_openai
 
 Finish = Literal["stop", "length"]
@@ -62,10 +63,14 @@ class Route(ABC):
         """The reply to ``question`` in the server's ``body``."""
         choice = _Choice.parse(body)
         if choice.finish is None:
-            return _unusable(question, "refused_by_server", f"finish_reason={choice.raw_finish}")
+            reason = f"finish_reason={shown(choice.raw_finish)}"
+            return _unusable(question, "refused_by_server", reason)
         if fault := self.prompt_fault(question, body):
             return _unusable(question, "prompt_rendered_differently", fault)
-        return self._read(question, body, choice)
+        reply = self._read(question, body, choice)
+        if not reply.fault and not reply.output_ids:
+            return _unusable(question, "no_answer", "cut off before the first token")
+        return reply
 
     def prompt_fault(self, question: Question, body: Mapping[str, Any]) -> str:
         """How the server's prompt differs from ours, as far as it shows."""
@@ -152,6 +157,8 @@ class TextRoute(Route):
         text, stop_id = choice.text, choice.stop_id
         if text is None:
             raise _broken("no text in the reply")
+        if not is_unicode(text):
+            return _unusable(question, "bad_encoding", "text that is not Unicode")
         if choice.finish == "stop":
             for token in sorted(self.dialect.stop_ids):
                 end = self.dialect.chat.decode([token])
@@ -228,6 +235,10 @@ def _retokenised(
         fault = "a token that ends the turn is spelled out inside"
     elif finish == "length" and text.endswith(_BROKEN_CHARACTER):
         fault = "cut off inside a character"
+    elif len(ids) > question.sampling.max_tokens:
+        fault = f"{len(ids)} tokens where {question.sampling.max_tokens} were allowed"
+    elif stop_id is not None and stop_id not in dialect.stop_ids:
+        return _unusable(question, "no_end_of_turn", f"stopped by token {stop_id}")
     count = _count(body, "completion_tokens")
     # Servers differ in whether the token that ends the turn is counted.
     allowed = (len(ids), len(ids) + 1) if finish == "stop" else (len(ids),)
@@ -247,7 +258,7 @@ def _unusable(question: Question, fault: str, detail: str) -> Reply:
 
 @dataclass(frozen=True)
 class _Choice:
-    """The first choice of a reply. ``finish`` is ``None`` for a reason that ends no answer."""
+    """The one choice of a reply. ``finish`` is ``None`` for a reason that ends no answer."""
 
     raw_finish: str
     token_ids: Sequence[int] | None
@@ -263,7 +274,10 @@ class _Choice:
     def parse(cls, body: Mapping[str, Any]) -> _Choice:
         choices = body.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-            raise _broken("no choices in the reply")
+            words = f": {shown(json.dumps(body['error']))}" if body.get("error") else ""
+            raise _broken(f"no choices in the reply{words}")
+        if len(choices) > 1:
+            raise _broken(f"{len(choices)} choices in the reply, one was asked for")
         raw = choices[0]
         finish = raw.get("finish_reason")
         if not isinstance(finish, str):
@@ -282,6 +296,11 @@ class _Choice:
             message=message if isinstance(message, dict) else None,
             stop_id=stop if type(stop) is int else None,
         )
+
+
+def counts_tokens(body: Mapping[str, Any]) -> bool:
+    """Whether a reply says how many tokens prompt and answer have."""
+    return None not in (_count(body, "prompt_tokens"), _count(body, "completion_tokens"))
 
 
 def _count(body: Mapping[str, Any], name: str) -> int | None:

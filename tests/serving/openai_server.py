@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from runtime.engine import Engine
@@ -46,6 +47,7 @@ class Manner:
     template: str = ""  # another chat template than the tokenizer's
     generation_prompt: bool = True
     api_key: str = ""
+    listing: Any = None  # the whole reply of /v1/models
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Fault:
     reset: bool = False  # the connection, before a byte of the reply
     truncate: bool = False  # the reply's JSON, in its middle
     delay_s: float = 0.0
+    drip_s: float = 0.0  # between any two bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of the reply
     text: str = "no luck"  # what an error says
 
@@ -107,7 +111,8 @@ def serve(
                 return self.send(200, f"answered_total {server.num_answered}\n", kind="text/plain")
             if self.path == "/v1/models":
                 names = manner.models or (manner.model,)
-                return self.send(200, {"data": [{"id": name} for name in names]})
+                listing = {"data": [{"id": name} for name in names]}
+                return self.send(200, manner.listing if manner.listing is not None else listing)
             return self.send(404, {"detail": "Not Found"})
 
         def do_POST(self) -> None:
@@ -144,7 +149,10 @@ def serve(
                 reply = wrong.change(reply)
             if status == 200 and is_question:
                 server.num_answered += 1
-            return self.send(status, reply, truncate=wrong is not None and wrong.truncate)
+            wrong = wrong or Fault()
+            return self.send(
+                status, reply, truncate=wrong.truncate, headers=wrong.headers, drip_s=wrong.drip_s
+            )
 
         def reset(self) -> None:
             linger = struct.pack("ii", 1, 0)
@@ -160,6 +168,8 @@ def serve(
             truncate: bool = False,
             retry_after: str = "",
             kind: str = "application/json",
+            headers: Mapping[str, str] = MappingProxyType({}),
+            drip_s: float = 0.0,
         ) -> None:
             data = (value if isinstance(value, str) else json.dumps(value)).encode()
             data = data[: len(data) // 2] if truncate else data
@@ -168,9 +178,14 @@ def serve(
             self.send_header("Content-Length", str(len(data)))
             if retry_after:
                 self.send_header("Retry-After", retry_after)
+            for name, text in headers.items():
+                self.send_header(name, text)
             with contextlib.suppress(ConnectionError):  # the client gave up waiting
                 self.end_headers()
-                self.wfile.write(data)
+                size = 1 if drip_s else len(data)
+                for start in range(0, len(data), size):
+                    self.wfile.write(data[start : start + size])
+                    stop.wait(drip_s)
 
         def finish(self) -> None:
             if not self.close_connection or not self.connection._closed:  # type: ignore[attr-defined]

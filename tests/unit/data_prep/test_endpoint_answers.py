@@ -11,6 +11,7 @@ import pytest
 from data_prep.pipeline import prepare
 from tests.serving.openai_server import (
     Complete,
+    Fault,
     Manner,
     OpenAIServer,
     engine_answers,
@@ -77,7 +78,7 @@ def test_greedy_answers_equal_those_of_the_engine_in_this_process(
         (Manner(gives_ids=False, takes_extensions=False), "the server's own"),
         (Manner(takes_ids=False), "messages in, text out"),
         (Manner(has_completions=False, takes_extensions=False), "messages in, text out"),
-        (Manner(has_completions=False, has_usage=False), "messages in, text out"),
+        (Manner(has_completions=False, has_usage=False), "it counts no tokens"),
     ],
 )
 def test_every_kind_of_server_gives_the_same_rows_and_inexact_ones_are_named(
@@ -160,6 +161,66 @@ def test_an_answer_ends_at_its_end_of_turn_even_where_the_server_went_on(
     wanted = clean_rows(source, tmp_path / "clean", tiny, answers)
     with serve(babbling, tiny) as server:
         assert regenerate(config_for(source, server), tmp_path / "out", tiny)[1] == wanted
+
+
+def changed(**choice: Any) -> Fault:
+    """The right reply, but for this."""
+
+    def change(reply: dict[str, Any]) -> dict[str, Any]:
+        usage = {"prompt_tokens": reply["usage"]["prompt_tokens"]}
+        return reply | {"choices": [reply["choices"][0] | choice], "usage": usage}
+
+    return Fault(change=change)
+
+
+HALF = "half a \ud83d"
+IDS, TEXT, CHAT = Manner(), Manner(gives_ids=False), Manner(has_completions=False)
+
+
+@pytest.mark.parametrize(
+    ("manner", "fault", "reason"),
+    [
+        (IDS, changed(token_ids=[], finish_reason="length"), "no_answer"),
+        (TEXT, changed(text="", finish_reason="length"), "no_answer"),
+        (CHAT, changed(message={"content": ""}, finish_reason="length"), "no_answer"),
+        (IDS, changed(token_ids=[-1, 2]), "malformed_tokens"),
+        (TEXT, changed(text=HALF), "bad_encoding"),
+        (CHAT, changed(message={"content": HALF}), "malformed_message"),
+        (CHAT, changed(message={"content": "", "reasoning_content": HALF}), "malformed_message"),
+        (TEXT, changed(stop_reason=5), "no_end_of_turn"),
+        (TEXT, changed(text="the " * 200, finish_reason="length"), "retokenised_differently"),
+        (CHAT, changed(message={"content": [{"type": "text"}]}), "malformed_message"),
+        (
+            CHAT,
+            changed(message={"tool_calls": [{"function": {"name": None, "arguments": "{}"}}]}),
+            "malformed_message",
+        ),
+        (
+            CHAT,
+            changed(message={"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}),
+            "malformed_message",
+        ),
+        (CHAT, changed(message={"tool_calls": {"function": {}}}), "malformed_message"),
+        (IDS, changed(finish_reason="content_filter \ud83d"), "refused_by_server"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_rejected_and_the_run_goes_on(
+    tmp_path: Path,
+    source: Path,
+    tiny: Any,
+    answers: Complete,
+    manner: Manner,
+    fault: Fault,
+    reason: str,
+) -> None:
+    with serve(
+        answers, tiny, manner=manner, fault=lambda number, *_: fault if number == 5 else None
+    ) as server:
+        config = config_for(source, server, max_tokens=64)
+        report, rows = regenerate(config, tmp_path / "out", tiny)
+    assert report.rejects == {reason: 1}
+    assert all(any(row.loss_mask) for row in rows)
+    assert len(rows) in (len(TALKS), len(TALKS) - 1)
 
 
 def test_the_server_of_these_tests_counts(tiny: Any, answers: Complete) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data_prep.endpoints.endpoint import Patience
 from data_prep.endpoints.pool import EndpointsDownError
 from tests.serving.openai_server import (
     Complete,
     Fault,
     Manner,
+    OpenAIServer,
     serve,
 )
 from tests.unit.data_prep.endpoint_helpers import (
@@ -28,6 +37,8 @@ from tests.unit.data_prep.endpoint_helpers import (
     regenerate,
 )
 
+REPOSITORY = Path(__file__).resolve().parents[3]
+
 
 def shorter(reply: dict[str, Any]) -> dict[str, Any]:
     reply["choices"][0]["token_ids"] = reply["choices"][0]["token_ids"][:-2]
@@ -36,6 +47,12 @@ def shorter(reply: dict[str, Any]) -> dict[str, Any]:
 
 def without_choices(reply: dict[str, Any]) -> dict[str, Any]:
     return {"model": reply["model"], "choices": []}
+
+
+def twice(reply: dict[str, Any]) -> dict[str, Any]:
+    """Another answer first, without a count that would show it."""
+    other = reply["choices"][0] | {"token_ids": [5, 6, 2], "index": 1}
+    return {"model": reply["model"], "choices": [other, *reply["choices"]]}
 
 
 @pytest.mark.parametrize(
@@ -48,9 +65,15 @@ def without_choices(reply: dict[str, Any]) -> dict[str, Any]:
         Fault(truncate=True),
         Fault(change=shorter),
         Fault(change=without_choices),
+        Fault(change=twice),
+        Fault(headers={"Content-Encoding": "gzip"}),
         Fault(delay_s=0.6),
+        Fault(drip_s=0.05),
     ],
-    ids=["429", "500", "503", "reset", "truncated", "wrong length", "no choices", "slow"],
+    ids=[
+        *("429", "500", "503", "reset", "truncated", "wrong length", "no choices", "two choices"),
+        *("not gzip", "slow", "dripping"),
+    ],
 )
 def test_a_failure_costs_time_and_no_answer(
     tmp_path: Path, source: Path, tiny: Any, answers: Complete, fault: Fault
@@ -235,3 +258,178 @@ def test_the_window_slides_past_a_slow_answer(
     assert server.most_open == 3
     # All but the slow conversation's second answer were there before the first came back.
     assert max(num_answered) == 2 * len(TALKS) - 1
+
+
+# -- who is late, silent or shut ------------------------------------------------------------------
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+
+
+def test_an_endpoint_that_never_answers_does_not_hold_up_the_others(
+    tmp_path: Path,
+    source: Path,
+    tiny: Any,
+    answers: Complete,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("data_prep.endpoints.pool._GRACE_S", 0.2)
+    patience = replace(PATIENCE, timeout_s=600.0)
+    started = time.monotonic()
+    with silent() as url, serve(answers, tiny) as good:
+        config = config_for(source, OpenAIServer(url), good)
+        _, rows = regenerate(config, tmp_path / "out", tiny, patience=patience)
+    assert len(rows) == len(TALKS)
+    assert time.monotonic() - started < 20
+
+
+def test_an_endpoint_that_is_late_and_serves_another_model_gives_no_answers(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    """Named first, up last: the answers are those of the model that was there at the start."""
+
+    def waking(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        late.is_down = number < 2
+        return Fault(delay_s=0.05)
+
+    patience = Patience(retries=9, timeout_s=5.0, backoff_s=0.01, max_backoff_s=0.02)
+    with (
+        serve(answers, tiny, manner=Manner(model="two")) as late,
+        serve(answers, tiny, fault=waking) as good,
+    ):
+        late.is_down = True
+        config = config_for(source, late, good, retries=9)
+        report, rows = regenerate(config, tmp_path / "out", tiny, patience=patience)
+    assert late.asked() == []
+    assert len(rows) == len(TALKS)
+    assert any("it serves two, the others tiny" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("retry_after", ["86400", "inf", "1e400"])
+def test_a_server_that_wants_to_be_left_alone_for_long_is_not_waited_for(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete, retry_after: str
+) -> None:
+    busy = Fault(status=429, retry_after=retry_after)
+    with (
+        serve(answers, tiny, fault=lambda *_: busy) as server,
+        pytest.raises(EndpointsDownError, match="HTTP 429: no luck; to be asked again in"),
+    ):
+        regenerate(config_for(source, server), tmp_path / "out", tiny)
+
+
+@pytest.mark.parametrize(
+    ("listing", "message"),
+    [
+        ({"data": 5}, "models it serves: none"),
+        ({"data": [{"id": 5}, "x", {}]}, "models it serves: none"),
+        ({}, "models it serves: none"),
+    ],
+)
+def test_a_strange_list_of_models_is_refused(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete, listing: Any, message: str
+) -> None:
+    with (
+        serve(answers, tiny, manner=Manner(listing=listing)) as server,
+        pytest.raises(EndpointsDownError, match=message),
+    ):
+        regenerate(config_for(source, server), tmp_path / "out", tiny)
+
+
+def test_a_wrong_key_is_not_tried_again(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    patience = replace(PATIENCE, backoff_s=60.0, max_backoff_s=60.0)
+    with (
+        serve(answers, tiny, manner=Manner(api_key="right")) as server,
+        pytest.raises(EndpointsDownError, match="HTTP 401: bad key"),
+    ):
+        regenerate(
+            config_for(source, server),
+            tmp_path / "out",
+            tiny,
+            patience=patience,
+            api_key="wrong",
+        )
+
+
+def test_a_question_that_is_forbidden_is_given_up_alone(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    def moderated(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        return (
+            Fault(status=403, text="flagged") if "question 7" in first_words(body, tiny) else None
+        )
+
+    with serve(answers, tiny, fault=moderated) as server:
+        report, rows = regenerate(config_for(source, server), tmp_path / "out", tiny)
+    assert report.rejects == {"endpoint_error": 1}
+    assert len(rows) == len(TALKS) - 1
+
+
+def test_what_a_server_says_can_always_be_written_down(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    def refuse(number: int, path: str, body: Mapping[str, Any]) -> Fault | None:
+        bad = "question 7" in first_words(body, tiny)
+        return Fault(status=400, text="half \ud83d, \x1b[31mred") if bad else None
+
+    with serve(answers, tiny, fault=refuse) as server:
+        report, _ = regenerate(config_for(source, server), tmp_path / "out", tiny)
+    assert report.rejects == {"refused_by_server": 1}
+    (line,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert json.loads(line)["detail"].endswith("half ?, ?[31mred")
+
+
+def test_a_reply_that_is_an_error_is_quoted(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    broken = Fault(change=lambda reply: {"model": reply["model"], "error": {"message": "full"}})
+    with (
+        serve(answers, tiny, fault=lambda *_: broken) as server,
+        pytest.raises(EndpointsDownError, match=r'no choices in the reply: .*"full"'),
+    ):
+        regenerate(config_for(source, server), tmp_path / "out", tiny)
+
+
+def test_interrupted_while_nobody_answers_it_ends_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WAITING]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
+    with silent() as url:
+        process = subprocess.Popen(
+            [*command, url],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=20)
+    assert said.strip().splitlines()[-1] == "interrupted"
+    assert "destroyed" not in said
+
+
+WAITING = """
+import sys
+from data_prep.chat import ChatFormat
+from data_prep.endpoints.endpoint import Patience
+from data_prep.endpoints.pool import EndpointPool
+from data_prep.endpoints.routes import Dialect
+from tests.unit.data_prep.helpers import tiny_tokenizer
+
+chat = ChatFormat(tiny_tokenizer())
+dialect = Dialect("", chat, chat.end_of_turn_ids)
+print("waiting", flush=True)
+try:
+    with EndpointPool([sys.argv[1]], dialect, concurrency=2, patience=Patience(3, 600.0)):
+        pass
+except KeyboardInterrupt:
+    print("interrupted")
+"""
