@@ -143,7 +143,10 @@ def prepare(
     )
     notes: list[str] = []
     with Progress(
-        len(records.conversations), token_budget=config.max_tokens_total, console=console
+        len(records.conversations),
+        token_budget=config.max_tokens_total,
+        generates=options.enabled,
+        console=console,
     ) as bar:
         _fill_tokenized(output, records, config, chat, seed, rejects)
         if options.enabled:
@@ -263,7 +266,7 @@ def _fill(
             for row in result.rows:
                 if reason := output.offer(row, split):
                     rejects.append(Reject(reason, conversation.source, conversation.record_id))
-            bar.advance(output.writers["train"].num_tokens)
+            bar.advance(output.writers["train"].num_tokens, recalled=result.recalled)
     left = conversations[num_taken:]
     assert output.is_full or not left, f"{len(left)} conversations were never asked"
     rejects.extend(Reject("token_budget", item.source, item.record_id) for item in left)

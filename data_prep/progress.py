@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 from data_prep.journal import JournalRecord
@@ -22,8 +22,10 @@ _SPEED_WINDOW_S = 120.0  # what "tokens/s" and the time left are estimated from
 class Progress:
     """Conversations done, tokens generated where the target answers, tokens per second, time left.
 
-    The end is near when either the conversations or ``token_budget`` (0: none) are used up. Without
-    a console nothing is shown. ``clock`` is in seconds.
+    The end is near when either the conversations or ``token_budget`` (0: none) are used up. Where
+    the target answers (``generates``), speed and time left rest on what it does now: they count
+    from its first answer on, and leave out what the journal gives. Without a console nothing is
+    shown. ``clock`` is in seconds.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Progress:
         total: int,
         *,
         token_budget: int = 0,
+        generates: bool = False,
         console: Console | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -41,12 +44,13 @@ class Progress:
             TextColumn("{task.fields[done]}"),
             TextColumn("{task.fields[generated]}"),
             TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[left]}"),
             console=console,
             disable=not is_live,
-            speed_estimate_period=_SPEED_WINDOW_S,
         )
-        self._task = self._bar.add_task("data", total=1.0, done=f"0/{total:,}", generated="")
+        self._task = self._bar.add_task(
+            "data", total=1.0, done=f"0/{total:,}", generated="", left=""
+        )
         self._logs = console is not None and not is_live
         self._clock = clock
         self._total = total
@@ -55,6 +59,8 @@ class Progress:
         self._share = 0.0
         self._generated = _Rate(clock)
         self._shares = _Rate(clock)
+        if not generates:
+            self._shares.begin()
         self._num_cut_off = 0
         self._next_log = clock() + _LOG_EVERY_S
 
@@ -72,21 +78,27 @@ class Progress:
         if self._logs and kind is None:
             logger.info("%s", self.describe())
 
-    def advance(self, num_train_tokens: int) -> None:
-        """One conversation more is done; the training split now has so many tokens."""
+    def advance(self, num_train_tokens: int, *, recalled: float = 0.0) -> None:
+        """One conversation more is done; the training split now has so many tokens.
+
+        ``recalled``: the share of its answers that the journal gave, at no cost.
+        """
         self._num_done += 1
         share = self._num_done / self._total
         if self._budget:
             share = max(share, num_train_tokens / self._budget)
         share = min(share, 1.0)
-        self._shares.add(share - self._share)
+        self._shares.add((share - self._share) * (1 - recalled))
         self._share = share
-        self._bar.update(self._task, completed=share, done=f"{self._num_done:,}/{self._total:,}")
+        done = f"{self._num_done:,}/{self._total:,}"
+        self._bar.update(self._task, completed=share, done=done, left=self._left())
         self._log()
 
     def add_answer(self, record: JournalRecord) -> None:
         """One answer more was generated."""
         self._generated.add(len(record.output_ids))
+        self._generated.begin()
+        self._shares.begin()
         self._num_cut_off += record.finish_reason == "length"
         self._bar.update(self._task, generated=self._answers())
         self._log()
@@ -96,9 +108,15 @@ class Progress:
         parts = [f"{self._num_done:,} of {self._total:,} conversations"]
         if self._generated.total:
             parts.append(self._answers())
-        if (rate := self._shares.per_second()) and self._share < 1:
-            parts.append(f"about {(1 - self._share) / rate / 60:.0f} min left")
+        if left := self._left():
+            parts.append(left)
         return ", ".join(parts)
+
+    def _left(self) -> str:
+        rate = self._shares.per_second()
+        if not rate or self._share >= 1:
+            return ""
+        return f"about {(1 - self._share) / rate / 60:.0f} min left"
 
     def _answers(self) -> str:
         text = f"{self._generated.total:,.0f} tokens generated"
@@ -113,20 +131,27 @@ class Progress:
 
 
 class _Rate:
-    """A running total, and how fast it grew over the last window or two."""
+    """A running total, and how fast it grew over the last window or two since :meth:`begin`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.total = 0.0
-        self._marks = [(clock(), 0.0)] * 2  # start of the last window, start of this one
+        self._marks: list[tuple[float, float]] = []  # start of the last window, start of this one
+
+    def begin(self) -> None:
+        """Measure from now on; the first call counts."""
+        if not self._marks:
+            self._marks = [(self._clock(), self.total)] * 2
 
     def add(self, amount: float) -> None:
         self.total += amount
-        if self._clock() - self._marks[1][0] > _SPEED_WINDOW_S:
+        if self._marks and self._clock() - self._marks[1][0] > _SPEED_WINDOW_S:
             self._marks = [self._marks[1], (self._clock(), self.total)]
 
     def per_second(self) -> float:
         """0 while nothing can be said."""
+        if not self._marks:
+            return 0.0
         start, before = self._marks[0]
         elapsed = self._clock() - start
         return (self.total - before) / elapsed if elapsed > 1 else 0.0

@@ -62,6 +62,8 @@ class _Dialogue:
     position: int = 0  # next recorded message
     answers: list[Answer] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
+    num_recalled: int = 0  # answers from the journal
+    num_generated: int = 0
     is_open: bool = True
 
     def reject(self, reason: str, detail: str = "") -> None:
@@ -116,6 +118,7 @@ def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateC
                 asked[question.key] = (dialogue, question)
                 engine.submit(question, captures_hidden=context.hidden_sink is not None)
                 return
+            dialogue.num_recalled += 1
             _take_answer(dialogue, question, record, context)
 
     try:
@@ -133,6 +136,7 @@ def regenerated_rows(conversations: Sequence[Conversation], context: RegenerateC
                 for record, (dialogue, question, _) in zip(
                     _settle(settled, context), settled, strict=True
                 ):
+                    dialogue.num_generated += 1
                     _take_answer(dialogue, question, record, context)
                 for dialogue, _, _ in settled:
                     ask(dialogue)
@@ -149,7 +153,9 @@ def _rows(dialogue: _Dialogue, context: RegenerateContext) -> ConversationRows:
         # Captured hidden states belong to single answers, and so must the rows.
         join=context.hidden_sink is None,
     )
-    return ConversationRows(rows, tuple(dialogue.rejects))
+    num_answers = dialogue.num_recalled + dialogue.num_generated
+    recalled = dialogue.num_recalled / num_answers if num_answers else 0.0
+    return ConversationRows(rows, tuple(dialogue.rejects), recalled)
 
 
 def _next_question(dialogue: _Dialogue, context: RegenerateContext) -> Question | None:

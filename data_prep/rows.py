@@ -33,10 +33,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class ConversationRows:
-    """What became of one conversation."""
+    """What became of one conversation. ``recalled``: the share of its answers that an earlier run
+    had generated.
+    """
 
     rows: tuple[TokenRow, ...]
     rejects: tuple[Reject, ...]
+    recalled: float = 0.0
 
 
 Results = Generator[tuple[Conversation, ConversationRows], None, None]
