@@ -14,6 +14,9 @@ from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 
+# Reasons that are no fault of a record: the configuration asked for no more.
+BEYOND_LIMITS = frozenset({"conversation_limit", "token_budget"})
+
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from data_prep.conversation import Reject
+from data_prep.conversation import BEYOND_LIMITS, Reject
 from data_prep.token_set import TokenRow
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def preview(rows: Iterable[TokenRow], chat: ChatFormat, *, max_tokens: int = 200
 def statistics_tables(
     splits: Mapping[str, SplitStatistics], rejects: Mapping[str, int]
 ) -> RenderableType:
-    """The figures of both splits and the reasons of rejection, as tables."""
+    """The figures of both splits, the reasons of rejection, and what was not needed, as tables."""
     from rich.columns import Columns
     from rich.table import Table
 
@@ -176,10 +176,11 @@ def statistics_tables(
             (f"{item.p50} / {item.p90} / {item.p99}" for item in lens),
         )
     add("scripts", (_format_shares(item.scripts) for item in stats))
-    reasons = Table("not used", "count", title="rejects")
+    faults = Table("not used", "count", title="rejects")
+    beyond = Table("not needed", "count", title="beyond the limits")
     for reason, count in rejects.items():
-        reasons.add_row(reason, f"{count:,}")
-    return Columns([table, reasons])
+        (beyond if reason in BEYOND_LIMITS else faults).add_row(reason, f"{count:,}")
+    return Columns([table, faults, *([beyond] if beyond.rows else [])])
 
 
 def _pieces(row: TokenRow, chat: ChatFormat, start: int, end: int) -> list[tuple[str, bool]]:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from data_prep.conversation import BEYOND_LIMITS
 from data_prep.token_set import TokenRow, load_token_set
 from mtp_train import stages
 from mtp_train.config import Config
@@ -96,7 +97,7 @@ class Preflight:
         answered = sum(len(answer_of(row)) for row in rows)
         least = max(1, round(wanted * MIN_USABLE_SHARE))
         rejects = read_json(self.run.data / "statistics.json")["rejects"]
-        lost = {name: count for name, count in rejects.items() if name != "conversation_limit"}
+        lost = {name: count for name, count in rejects.items() if name not in BEYOND_LIMITS}
         reasons = ", ".join(f"{name} {count}" for name, count in lost.items())
         return Judgement(
             len(rows) >= least,

@@ -265,6 +265,7 @@ class Stores:
 
     splits: tuple[TokenSplit, ...] = ()
     rejects: tuple[tuple[str, int], ...] = ()
+    beyond_limits: tuple[tuple[str, int], ...] = ()  # rows that were not needed, by reason
     features: tuple[FeatureStore, ...] = ()
     exports: tuple[Export, ...] = ()
     packages: tuple[Package, ...] = ()

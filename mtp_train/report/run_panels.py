@@ -236,9 +236,13 @@ def _data(stores: Stores) -> Panel:
 
 def _rejects(stores: Stores) -> Panel:
     rows = tuple((name, formats.count(number)) for name, number in stores.rejects)
+    lead = "Each with its reason in data/rejects.jsonl."
+    if stores.beyond_limits:
+        listed = ", ".join(f"{name} {formats.count(count)}" for name, count in stores.beyond_limits)
+        lead += f" Not among them are those that were not needed: {listed}."
     return Panel(
         "Rows left out",
-        "Each with its reason in data/rejects.jsonl.",
+        lead,
         table=Table(("reason", "rows"), rows),
         is_open=True,
         absent="none recorded",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from data_prep.conversation import BEYOND_LIMITS
 from mtp_train.features.manifest import MANIFEST_NAME, load_manifest
 from mtp_train.report.facts import (
     Export,
@@ -61,7 +62,8 @@ def read_stores(root: Path, *, data: Path, features: Path, settings: Mapping[str
     stages = [mapping(entry) for entry in versions.values()]
     return Stores(
         splits=_splits(mapping(statistics.get("splits"))),
-        rejects=_rejects(mapping(statistics.get("rejects"))),
+        rejects=_rejects(mapping(statistics.get("rejects")), beyond_limits=False),
+        beyond_limits=_rejects(mapping(statistics.get("rejects")), beyond_limits=True),
         features=tuple(
             _feature_store(name, features / name)
             for name in SPLITS
@@ -103,8 +105,12 @@ def _splits(content: Mapping[str, Any]) -> tuple[TokenSplit, ...]:
     return tuple(found)
 
 
-def _rejects(content: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    counted = [(name.replace("_", " "), whole(count) or 0) for name, count in content.items()]
+def _rejects(content: Mapping[str, Any], *, beyond_limits: bool) -> tuple[tuple[str, int], ...]:
+    counted = [
+        (name.replace("_", " "), whole(count) or 0)
+        for name, count in content.items()
+        if (name in BEYOND_LIMITS) == beyond_limits
+    ]
     return tuple(sorted(counted, key=lambda item: -item[1]))
 
 

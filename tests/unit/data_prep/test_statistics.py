@@ -10,7 +10,14 @@ from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
 from data_prep.pipeline import prepare
 from data_prep.report import describe
-from data_prep.statistics import Lengths, StatisticsCounter, mask_spans, preview, script_shares
+from data_prep.statistics import (
+    Lengths,
+    StatisticsCounter,
+    mask_spans,
+    preview,
+    script_shares,
+    statistics_tables,
+)
 from data_prep.token_set import TokenRow
 from tests.unit.data_prep.helpers import write_sharegpt
 
@@ -80,5 +87,17 @@ def test_the_report_shows_figures_rejects_and_rows(tmp_path: Path, tiny: Any) ->
     text = console.export_text()
     assert "no_answer" in text
     assert "validation split is empty" in text
+    assert "not needed" not in text
     assert text.count("reply ") == 2
     assert report.fingerprint[:16] in text
+
+
+def test_rows_beyond_the_budget_are_no_rejects() -> None:
+    console = Console(width=120, record=True)
+    console.print(statistics_tables({}, {"token_budget": 81_234, "too_long": 7}))
+    lines = console.export_text().splitlines()
+    (titles,) = [line for line in lines if "rejects" in line]
+    at = titles.index("beyond the limits")
+    assert "too_long" in "".join(line[:at] for line in lines)
+    assert "81,234" not in "".join(line[:at] for line in lines)
+    assert "token_budget │ 81,234" in "".join(line[at - 12 :] for line in lines)

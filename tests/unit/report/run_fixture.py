@@ -234,7 +234,8 @@ def statistics() -> dict[str, Any]:
         "num_cut_off": 3,
         "row_lens": {"p50": 274, "p90": 421, "p99": 547, "max": 693},
     }
-    return {"splits": {"train": split, "validation": split}, "rejects": {"answer_too_long": 338}}
+    rejects = {"token_budget": 81_234, "answer_too_long": 338}
+    return {"splits": {"train": split, "validation": split}, "rejects": rejects}
 
 
 def export() -> dict[str, Any]:

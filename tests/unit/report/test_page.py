@@ -154,6 +154,7 @@ def test_every_part_has_its_figures_with_interval_and_number(tmp_path: Path) -> 
         "2.13.0, then 2.14.0",
         "step 88 skipped",
         "answer too long",
+        "not needed: token budget 81,234.",
         "128–256 tokens",
     ):
         assert wanted in text, wanted

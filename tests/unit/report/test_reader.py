@@ -35,6 +35,8 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert next(package.versions for package in facts.stores.packages) == ("2.13.0", "2.14.0")
     assert [store.num_bytes // store.num_tokens for store in facts.stores.features] == [585, 585]
     assert facts.stores.exports[0].commands[0][0] == "vllm"
+    assert facts.stores.rejects == (("answer too long", 338),)
+    assert facts.stores.beyond_limits == (("token budget", 81_234),)
     assert len(facts.texts.samples) == 2
     assert [token.position for token in facts.texts.samples[0].tokens][:4] == [0, 1, 2, 3]
 
