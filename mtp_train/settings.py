@@ -9,115 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
-import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from data_prep.addresses import check_url, check_variable
-from data_prep.builtin import BUILTIN_SETS
-from mtp_train.config import Config, ValidateConfig
+from mtp_train.config import Config
+from mtp_train.rules import ConfigError, check_config, get_field
+
+__all__ = [
+    "ConfigError",
+    "get_field",
+    "known_keys",
+    "load_config",
+    "unknown_key_message",
+]
 
 MISSING = "???"  # OmegaConf's mark of a value that the user has to give
-
-Number = int | float
-Rule = tuple[tuple[str, ...], Callable[[Number], bool], str]
-
-_RULES: tuple[Rule, ...] = (
-    (
-        (
-            "features.shard_tokens",
-            "features.max_batch_tokens",
-            "features.p0_samples_per_shard",
-            "features.p0_rows_per_sample",
-            "loss.num_unroll_steps",
-            "loss.row_chunk",
-            "trainer.tokens_per_step",
-            "trainer.gradient_accumulation",
-            "trainer.epochs",
-            "trainer.checkpoint_every",
-            "trainer.keep_last",
-            "trainer.log_every",
-            "trainer.max_nonfinite_run",
-            "validate.k",
-            "validate.num_prompts",
-            "validate.max_tokens",
-            "validate.min_drafts",
-            "engine.exact_prompts",
-            "engine.exact_tokens",
-            "engine.max_running",
-            "engine.timeout_s",
-            "generate.max_tokens",
-            "preflight.num_prompts",
-            "preflight.max_prompt_tokens",
-            "preflight.max_tokens",
-            "preflight.steps",
-            "check_render.rows",
-        ),
-        lambda value: value >= 1,
-        "must be at least 1",
-    ),
-    (
-        (
-            "seed",
-            "loss.hidden_weight",
-            "loss.logit_weight",
-            "loss.sub_vocab_size",
-            "loss.tail_sample_size",
-            "loss.vocab_chunk",
-            "report.max_samples",
-            "trainer.max_steps",
-            "trainer.validate_every",
-            "trainer.weight_decay",
-            "validate.temperature",
-            "validate.max_prompts",
-            "validate.max_further_prompts",
-            "generate.k",
-            "generate.temperature",
-        ),
-        lambda value: value >= 0,
-        "must not be negative",
-    ),
-    (
-        ("validate.turns",),
-        lambda value: value in (1, 2),
-        "must be 1 or 2",
-    ),
-    (
-        (
-            "loss.step_decay",
-            "trainer.learning_rate",
-            "trainer.clip_norm",
-            "preflight.learning_rate",
-            "preflight.min_rate",
-            "features.p0_max_logprob_gap",
-            "features.p0_max_kl",
-        ),
-        lambda value: value > 0,
-        "must be greater than 0",
-    ),
-    (
-        (
-            "trainer.warmup_share",
-            "trainer.decay_share",
-            "trainer.min_lr_share",
-            "features.max_nonfinite_share",
-            "features.min_free_disk_share",
-        ),
-        lambda value: 0 <= value < 1,
-        "must be a share: 0 <= value < 1",
-    ),
-)
-
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is meant for the user as it is."""
 
 
 def load_config(raw: Mapping[str, Any]) -> Config:
@@ -133,25 +42,6 @@ def load_config(raw: Mapping[str, Any]) -> Config:
     except ValueError as error:  # a dataclass's own checks, and those of data_prep
         raise ConfigError(str(error)) from error
     return config
-
-
-def check_config(config: Config) -> None:
-    """Ranges, and the combinations that cannot work. Raises :class:`ConfigError`.
-
-    The sections `data` and `runtime` check themselves when they are built.
-    """
-    for paths, is_allowed, text in _RULES:
-        for path in paths:
-            value = get_field(config, path)
-            if not is_allowed(value):
-                raise ConfigError(f"{path}={value}: {text}")
-    for check in _COMBINATIONS:
-        check(config)
-
-
-def get_field(config: Config, path: str) -> Any:
-    """The value at a dotted path such as ``data.regenerate.top_p``."""
-    return functools.reduce(getattr, path.split("."), config)
 
 
 def known_keys(cls: type[Any] = Config, prefix: str = "") -> list[str]:
@@ -285,178 +175,3 @@ def _example(path: str) -> str:
 
 def _join_or(names: list[str]) -> str:
     return " or ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _check_run_name(config: Config) -> None:
-    if not _RUN_NAME.fullmatch(config.run.name):
-        raise ConfigError(
-            f"run.name={config.run.name!r}: must be one plain folder name "
-            "(letters, digits and . _ - = + , and not starting with a dot)"
-        )
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    measured = sorted(set(data.sources) & set(config.validate.sets))
-    if measured:
-        raise ConfigError(
-            f"data.sources contains {', '.join(measured)}, on which validate.sets measures: a head "
-            "must not be trained on its own final evaluation; change one of the two"
-        )
-
-
-def _check_regeneration(config: Config) -> None:
-    regenerate = config.data.regenerate
-    if regenerate.capture_features and config.features.source != "runtime":
-        raise ConfigError(
-            f"features.source={config.features.source} with data.regenerate.capture_features=true: "
-            "captured features always come from the runtime; set features.source=runtime"
-        )
-    if regenerate.enabled and config.data.format == "tokenized":
-        raise ConfigError(
-            "data.format=tokenized with data.regenerate.enabled=true: tokenised rows have no turns "
-            "that could be answered again"
-        )
-    is_here = regenerate.enabled and not regenerate.url
-    if is_here and config.data.max_tokens > config.runtime.max_model_len:
-        raise ConfigError(
-            f"data.max_tokens={config.data.max_tokens} with data.regenerate.enabled=true: rows are "
-            f"decoded within runtime.max_model_len={config.runtime.max_model_len}; lower the one "
-            "or raise the other"
-        )
-
-
-def _check_rendering(config: Config) -> None:
-    settings = config.check_render
-    if settings.url:
-        check_url(settings.url, "check_render.url", key_field="check_render.api_key_env")
-    check_variable(settings.api_key_env, "check_render.api_key_env")
-
-
-def _check_features(config: Config) -> None:
-    if not config.features.p0_references:
-        raise ConfigError(
-            "features.p0_references=[]: name decode, huggingface or both; without a reference "
-            "nothing checks that the stored states are the target's"
-        )
-
-
-def _check_loss(config: Config) -> None:
-    if config.loss.hidden_weight == 0 and config.loss.logit_weight == 0:
-        raise ConfigError("loss.hidden_weight=0 with loss.logit_weight=0: nothing to train on")
-    if config.loss.sub_vocab_size and not config.loss.tail_sample_size:
-        raise ConfigError(
-            f"loss.tail_sample_size=0 with loss.sub_vocab_size={config.loss.sub_vocab_size}: must "
-            "be at least 1, or nothing holds the logits outside of the sub-vocabulary down"
-        )
-
-
-def _check_trainer(config: Config) -> None:
-    trainer = config.trainer
-    if not all(0 <= beta < 1 for beta in trainer.betas):
-        raise ConfigError(f"trainer.betas={list(trainer.betas)}: each must be in [0, 1)")
-    if trainer.schedule == "wsd" and trainer.warmup_share + trainer.decay_share > 1:
-        raise ConfigError(
-            f"trainer.warmup_share={trainer.warmup_share} with trainer.decay_share="
-            f"{trainer.decay_share}: together they exceed the whole run"
-        )
-    if trainer.dtype == "bfloat16" and config.deepspeed.zero_stage == 0:
-        raise ConfigError(
-            "trainer.dtype=bfloat16 with deepspeed.zero_stage=0: bf16 training needs the fp32 "
-            "gradients of stage 1 or above; set deepspeed.zero_stage=1 or trainer.dtype=float32"
-        )
-
-
-def _check_validation(config: Config) -> None:
-    validate, runtime = config.validate, config.runtime
-    if runtime.num_draft_tokens:
-        raise ConfigError(
-            f"runtime.num_draft_tokens={runtime.num_draft_tokens}: leave it at 0; the number of "
-            "drafted tokens is validate.k, and everything else decodes without drafts"
-        )
-    _check_sets(validate)
-    if not validate.rungs:
-        raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5, P6")
-    for rung in validate.rungs:
-        if rung not in ("P0", "P1", "P2", "P3", "P4", "P5", "P6"):
-            raise ConfigError(f"validate.rungs: {rung} is unknown; allowed are P0 to P6")
-    if "P6" in validate.rungs and config.engine.kind == "none":
-        raise ConfigError(
-            "validate.rungs names P6, which asks a serving engine; say which, as in engine=vllm "
-            "engine.python=.venv-vllm/bin/python"
-        )
-    for key in ("validate.temperature", "generate.temperature"):
-        temperature = get_field(config, key)
-        if temperature > 0 and runtime.verify == "greedy":
-            raise ConfigError(
-                f"{key}={temperature} with runtime.verify=greedy: greedy verification is exact at "
-                "temperature 0 only; use runtime.verify=keyed or rejection"
-            )
-
-
-def _check_engine(config: Config) -> None:
-    engine = config.engine
-    if engine.url:
-        check_url(engine.url, "engine.url")
-    if engine.kind == "none":
-        return
-    if bool(engine.python) == bool(engine.url):
-        both = f"engine.python={engine.python} and engine.url={engine.url}"
-        raise ConfigError(
-            f"engine.kind={engine.kind}: give one of engine.python (the interpreter of the "
-            "environment that it is installed in) and engine.url (a server that runs already)"
-            + (f", not {both}" if engine.python else "")
-        )
-    if not engine.k or min(engine.k) < 1:
-        raise ConfigError(f"engine.k={list(engine.k)}: name numbers of drafted tokens, from 1")
-    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
-    for name in engine.sets:
-        if name not in known:
-            raise ConfigError(f"engine.sets: {name} is unknown; allowed are {', '.join(known)}")
-    if not engine.sets:
-        raise ConfigError(f"engine.sets=[]: name at least one of {', '.join(known)}")
-    trained = sorted(set(config.data.sources) & set(engine.sets))
-    if trained:
-        raise ConfigError(
-            f"data.sources contains {', '.join(trained)}, on which engine.sets measures: a head "
-            "must not be trained on its own final evaluation; change one of the two"
-        )
-
-
-def _check_sets(validate: ValidateConfig) -> None:
-    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
-    if not validate.sets:
-        raise ConfigError(f"validate.sets=[]: name at least one of {', '.join(known)}")
-    for name in validate.sets:
-        if name not in known:
-            raise ConfigError(f"validate.sets: {name} is unknown; allowed are {', '.join(known)}")
-    if len(set(validate.sets)) < len(validate.sets):
-        raise ConfigError(f"validate.sets={list(validate.sets)}: each set may be named once")
-    two = [name for name in known if BUILTIN_SETS[name].has_second_turns]
-    if validate.turns == 2 and not set(two) & set(validate.sets):
-        raise ConfigError(
-            f"validate.turns=2 with validate.sets={list(validate.sets)}: only {', '.join(two)} has "
-            "second turns; name it or set validate.turns=1"
-        )
-
-
-def _check_files(config: Config) -> None:
-    template = config.data.chat_template
-    if template and not Path(template).is_file():
-        raise ConfigError(f"data.chat_template={template}: no such file")
-    if config.data.path and not Path(config.data.path).is_dir():
-        raise ConfigError(f"data.path={config.data.path}: no such directory")
-
-
-_COMBINATIONS: tuple[Callable[[Config], None], ...] = (
-    _check_run_name,
-    _check_data,
-    _check_regeneration,
-    _check_rendering,
-    _check_features,
-    _check_loss,
-    _check_trainer,
-    _check_validation,
-    _check_engine,
-    _check_files,
-)

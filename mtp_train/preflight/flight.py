@@ -29,9 +29,9 @@ from mtp_train.heads.init import make_head_spec
 from mtp_train.preflight.acceptance import DecodedText, LearntAcceptance, count_learnt
 from mtp_train.preflight.hops import Hop, Judgement
 from mtp_train.preflight.plan import preflight_config, training_config
+from mtp_train.rules import check_config
 from mtp_train.run_dir import RunDirectory, read_json
 from mtp_train.serving.engine import served_lengths
-from mtp_train.settings import check_config
 from mtp_train.validate.measure import measure_acceptance
 from mtp_train.validate.served import Serve, serve_and_compare
 from mtp_train.validate.subject import Subject, open_subject

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mtp_train import settings
+from mtp_train import rules
 from mtp_train.app import CONF_DIR, dump_config
 from mtp_train.config import Config
 from mtp_train.settings import ConfigError, get_field, known_keys, load_config
@@ -175,7 +175,7 @@ def test_settings_that_exclude_each_other_are_refused(
 
 def test_every_numeric_rule_names_a_key_that_exists() -> None:
     config = load_config(MINIMAL)
-    for paths, is_allowed, _ in settings._RULES:
+    for paths, is_allowed, _ in rules.RANGES:
         for path in paths:
             assert is_allowed(get_field(config, path)), f"{path}: its default breaks its own rule"
 
@@ -183,7 +183,7 @@ def test_every_numeric_rule_names_a_key_that_exists() -> None:
 def test_every_numeric_key_has_a_rule() -> None:
     """A new number gets a range, or is listed here with the place that checks it."""
     checked_elsewhere = {"deepspeed.zero_stage"}  # a choice
-    ruled = {path for paths, _, _ in settings._RULES for path in paths} | checked_elsewhere
+    ruled = {path for paths, _, _ in rules.RANGES for path in paths} | checked_elsewhere
     config = load_config(MINIMAL)
     numbers = {
         key
