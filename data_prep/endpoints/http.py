@@ -50,6 +50,8 @@ class RefusedError(Exception):
 class Server:
     """One server's address, key and connections. ``url`` with or without a last ``/v1``.
 
+    The server's own words in errors are shortened, and the key is left out of them.
+
     Use from one event loop only; :meth:`close` when done.
     """
 
@@ -74,17 +76,21 @@ class Server:
         """The JSON object at ``path``, whole within ``timeout_s`` (the server's own where it is
         ``None``). Raises :class:`UnavailableError`, :class:`RefusedError`.
         """
-        return await self._send("GET", path, None, timeout_s)
+        return self._parse(path, await self._send("GET", path, None, timeout_s))
+
+    async def get_text(self, path: str, *, timeout_s: float | None = None) -> str:
+        """As :meth:`get`, whatever the text is."""
+        return (await self._send("GET", path, None, timeout_s)).text
 
     async def post(
         self, path: str, body: dict[str, Any], *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """As :meth:`get`, for the answer to ``body``."""
-        return await self._send("POST", path, body, timeout_s)
+        return self._parse(path, await self._send("POST", path, body, timeout_s))
 
     async def _send(
         self, method: str, where: str, body: dict[str, Any] | None, timeout_s: float | None
-    ) -> dict[str, Any]:
+    ) -> httpx.Response:
         try:
             # The client's own timeout counts anew with every byte that arrives.
             async with asyncio.timeout(timeout_s or self._timeout_s):
@@ -101,7 +107,7 @@ class Server:
                 may_be_the_question=not isinstance(error, httpx.ConnectError),
             ) from error
         if response.status_code == 200:
-            return self._parse(where, response)
+            return response
         message = f"{where}: HTTP {response.status_code}: {self._shown(_words(response))}"
         if response.status_code in _REFUSALS:
             raise RefusedError(message, status=response.status_code)

@@ -7,15 +7,14 @@ finished or more tokens came out than were asked for here, the figures are refus
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from data_prep.endpoints.http import RefusedError, Server, UnavailableError
 from mtp_train.serving.job import (
     DraftCounts,
     Served,
@@ -30,6 +29,9 @@ _REQUESTS = "vllm:request_success_total"
 _TOKENS = "vllm:generation_tokens_total"
 _SETTLE_S = 10.0  # the server writes its counters shortly after it has answered
 _PAUSE_S = 0.05
+_DESCRIBE_S = 30.0  # for everything but an answer
+
+T = TypeVar("T")
 
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -54,18 +56,9 @@ class Counters:
     tokens: int
 
 
-def describe_server(url: str, *, timeout_s: float = 30.0) -> ServerFacts:
+def describe_server(url: str, *, timeout_s: float = _DESCRIBE_S) -> ServerFacts:
     """Ask ``url`` (with or without ``/v1``) what it is. Raises :class:`ServingError`."""
-    base = base_url(url)
-    models = _get_json(f"{base}/v1/models", timeout_s)
-    try:
-        model = models["data"][0]
-        name = str(model["id"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise ServingError("reach", f"engine.url={url}: /v1/models names no model") from error
-    k = read_counters(_get_text(f"{base}/metrics", timeout_s)).counts.accepted
-    version = str(_get_json(f"{base}/version", timeout_s).get("version", "unknown"))
-    return ServerFacts(version, name, len(k), int(model.get("max_model_len") or 0))
+    return _run(url, timeout_s, lambda server: _describe(server, timeout_s))
 
 
 def serve_at_url(job: ServingJob, *, url: str, timeout_s: float = 600.0) -> Served:
@@ -75,25 +68,60 @@ def serve_at_url(job: ServingJob, *, url: str, timeout_s: float = 600.0) -> Serv
     :class:`ServingError` when it speculates with another K, answers without token ids, is too
     short for a prompt, or is used by somebody else meanwhile.
     """
-    base = base_url(url)
-    facts = describe_server(url)
+    return _run(url, timeout_s, lambda server: _serve(job, server))
+
+
+def _run(url: str, timeout_s: float, work: Callable[[Server], Coroutine[Any, Any, T]]) -> T:
+    """What ``work`` finds out over connections of its own."""
+
+    async def run() -> T:
+        server = Server(url, timeout_s=timeout_s)
+        try:
+            return await work(server)
+        except RefusedError as error:
+            raise ServingError("decode", f"engine.url={url}: {error}") from error
+        except UnavailableError as error:
+            stage = "decode" if error.may_be_the_question else "reach"
+            raise ServingError(stage, f"engine.url={url}: {error}") from error
+        finally:
+            await server.close()
+
+    return asyncio.run(run())
+
+
+async def _describe(server: Server, timeout_s: float = _DESCRIBE_S) -> ServerFacts:
+    models = await server.get("/v1/models", timeout_s=timeout_s)
+    try:
+        model = models["data"][0]
+        name = str(model["id"])
+    except (KeyError, IndexError, TypeError) as error:
+        where = f"engine.url={server.url}"
+        raise ServingError("reach", f"{where}: /v1/models names no model") from error
+    k = (await _counters(server)).counts.accepted
+    version = await server.get("/version", timeout_s=timeout_s)
+    return ServerFacts(
+        str(version.get("version", "unknown")), name, len(k), int(model.get("max_model_len") or 0)
+    )
+
+
+async def _serve(job: ServingJob, server: Server) -> Served:
+    facts = await _describe(server)
+    where = f"engine.url={server.url}"
     if facts.k != job.k:
-        raise ServingError(
-            "reach", f"engine.url={url}: speculates with K={facts.k}, expected K={job.k}"
-        )
+        raise ServingError("reach", f"{where}: speculates with K={facts.k}, expected K={job.k}")
     if 0 < facts.max_model_len < job.max_model_len:
         raise ServingError(
             "reach",
-            f"engine.url={url}: max_model_len={facts.max_model_len}, at least {job.max_model_len} "
-            "are needed so that no draft is clipped",
+            f"{where}: max_model_len={facts.max_model_len}, at least {job.max_model_len} are "
+            "needed so that no draft is clipped",
         )
-    first = before = read_counters(_get_text(f"{base}/metrics", timeout_s))
+    first = before = await _counters(server)
     prompts = []
     started = time.monotonic()
     for prompt in job.prompts:
-        answer = _post_json(f"{base}/v1/completions", _request(job, facts.model, prompt), timeout_s)
-        output_ids, finish_reason = _read_answer(answer, url)
-        after = _settled(base, before, len(output_ids), timeout_s)
+        answer = await server.post("/v1/completions", _request(job, facts.model, prompt))
+        output_ids, finish_reason = _read_answer(answer, where)
+        after = await _settled(server, before, len(output_ids))
         steps = _steps(answer)
         prompts.append(ServedPrompt(output_ids, finish_reason, after.counts - before.counts, steps))
         before = after
@@ -110,13 +138,8 @@ def serve_at_url(job: ServingJob, *, url: str, timeout_s: float = 600.0) -> Serv
     )
 
 
-def base_url(url: str) -> str:
-    """``http://host:port`` of an address that may end in ``/v1``."""
-    if not re.match(r"https?://[^/]+", url):
-        raise ServingError(
-            "reach", f"engine.url={url}: expected an address such as http://localhost:8000"
-        )
-    return url.rstrip("/").removesuffix("/v1")
+async def _counters(server: Server) -> Counters:
+    return read_counters(await server.get_text("/metrics", timeout_s=_DESCRIBE_S))
 
 
 def read_counters(text: str) -> Counters:
@@ -153,16 +176,19 @@ def _request(job: ServingJob, model: str, prompt: tuple[int, ...]) -> dict[str, 
     }
 
 
-def _read_answer(answer: Mapping[str, Any], url: str) -> tuple[tuple[int, ...], str]:
-    choice = answer["choices"][0]
-    ids = choice.get("token_ids")
+def _read_answer(answer: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], str]:
+    try:
+        choice = answer["choices"][0]
+        ids, finish = choice.get("token_ids"), choice["finish_reason"]
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ServingError("decode", f"{where}: an answer without choices") from error
     if ids is None:
         raise ServingError(
             "decode",
-            f"engine.url={url}: answers carry no token_ids; a vLLM that knows return_token_ids "
-            "is needed (0.11 or newer), or engine.python",
+            f"{where}: answers carry no token_ids; a vLLM that knows return_token_ids is needed "
+            "(0.11 or newer), or engine.python",
         )
-    return tuple(int(token) for token in ids), str(choice.get("finish_reason"))
+    return tuple(int(token) for token in ids), str(finish)
 
 
 def _steps(answer: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -174,60 +200,26 @@ def _steps(answer: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None if steps is None else tuple(int(count) for count in steps)
 
 
-def _settled(base: str, before: Counters, num_tokens: int, timeout_s: float) -> Counters:
+async def _settled(server: Server, before: Counters, num_tokens: int) -> Counters:
     """Counters once they have this answer in them; refuses when they have more than that."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
-        after = read_counters(_get_text(f"{base}/metrics", timeout_s))
+        after = await _counters(server)
         requests = after.requests - before.requests
         tokens = after.tokens - before.tokens
         if requests > 1 or tokens > num_tokens:
             raise ServingError(
                 "decode",
-                f"{base} is used by somebody else: {requests} requests and {tokens} tokens were "
-                f"counted where 1 and {num_tokens} were asked for; measure on a server of your own",
+                f"{server.url} is used by somebody else: {requests} requests and {tokens} tokens "
+                f"were counted where 1 and {num_tokens} were asked for; measure on a server of "
+                "your own",
             )
         if requests == 1 and tokens == num_tokens:
             return after
         if time.monotonic() > deadline:
             raise ServingError(
                 "decode",
-                f"{base}/metrics counted {requests} requests and {tokens} tokens where 1 and "
-                f"{num_tokens} were asked for; is it started with --disable-log-stats?",
+                f"{server.url}: /metrics counted {requests} requests and {tokens} tokens where 1 "
+                f"and {num_tokens} were asked for; is it started with --disable-log-stats?",
             )
-        time.sleep(_PAUSE_S)
-
-
-def _get_text(url: str, timeout_s: float) -> str:
-    return _ask(urllib.request.Request(url), timeout_s)
-
-
-def _get_json(url: str, timeout_s: float) -> dict[str, Any]:
-    return _parse(_get_text(url, timeout_s), url)
-
-
-def _post_json(url: str, content: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    data = json.dumps(content).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    return _parse(_ask(request, timeout_s), url)
-
-
-def _ask(request: urllib.request.Request, timeout_s: float) -> str:
-    try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return str(answer.read().decode())
-    except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:500]
-        raise ServingError("decode", f"{request.full_url}: HTTP {error.code}: {said}") from error
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise ServingError("reach", f"{request.full_url}: {error}") from error
-
-
-def _parse(text: str, url: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ServingError("reach", f"{url}: did not answer with JSON") from error
-    if not isinstance(value, dict):
-        raise ServingError("reach", f"{url}: expected a JSON object")
-    return value
+        await asyncio.sleep(_PAUSE_S)

@@ -14,7 +14,7 @@ import pytest
 
 from mtp_train.serving import server
 from mtp_train.serving.job import DraftCounts, ServingError, ServingJob
-from mtp_train.serving.server import base_url, describe_server, read_counters, serve_at_url
+from mtp_train.serving.server import describe_server, read_counters, serve_at_url
 
 
 class FakeServer:
@@ -170,10 +170,24 @@ def test_what_the_server_cannot_do_is_named() -> None:
 
 
 def test_an_address_that_is_none_and_a_server_that_is_not_there_are_named() -> None:
-    with pytest.raises(ServingError, match=r"engine.url=localhost:8000: expected an address"):
-        base_url("localhost:8000")
-    with pytest.raises(ServingError, match=r"http://127.0.0.1:1/v1/models"):
+    with pytest.raises(ServingError, match=r"engine.url=localhost:8000: /v1/models: Unsupported"):
+        describe_server("localhost:8000")
+    with pytest.raises(ServingError, match=r"=http://127.0.0.1:1: /v1/models: Conn") as caught:
         describe_server("http://127.0.0.1:1")
+    assert caught.value.stage == "reach"
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"choices": []}, {"choices": [None]}, {"choices": [{"token_ids": [5]}]}]
+)
+def test_a_broken_answer_is_refused(answer: dict[str, Any]) -> None:
+    class Broken(FakeServer):
+        def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+            return answer
+
+    with running(Broken()) as url, pytest.raises(ServingError, match="without choices") as caught:
+        serve_at_url(make_job(), url=url)
+    assert caught.value.stage == "decode"
 
 
 def test_counters_of_several_engines_are_added() -> None:
