@@ -120,11 +120,13 @@ class Server:
     def _parse(self, where: str, response: httpx.Response) -> dict[str, Any]:
         try:
             value = json.loads(response.content)
-        except ValueError as error:
+        except ValueError:
+            # Half an answer is somebody's text, which has no place in a log.
+            text = response.text.lstrip()
+            words = f"{len(text)} characters, broken" if text[:1] in "{[" else self._shown(text)
             raise UnavailableError(
-                f"{where}: the answer is no JSON: {self._shown(response.text)}",
-                may_be_the_question=True,
-            ) from error
+                f"{where}: the answer is no JSON: {words}", may_be_the_question=True
+            ) from None
         if not isinstance(value, dict):
             raise UnavailableError(
                 f"{where}: expected a JSON object, got {type(value).__name__}",

@@ -62,6 +62,7 @@ class Fault:
     drip_s: float = 0.0  # between any two bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of the reply
+    page: str = ""  # instead of JSON
     text: str = "no luck"  # what an error says
 
 
@@ -151,7 +152,11 @@ def serve(
                 server.num_answered += 1
             wrong = wrong or Fault()
             return self.send(
-                status, reply, truncate=wrong.truncate, headers=wrong.headers, drip_s=wrong.drip_s
+                status,
+                wrong.page or reply,
+                truncate=wrong.truncate,
+                headers=wrong.headers,
+                drip_s=wrong.drip_s,
             )
 
         def reset(self) -> None:

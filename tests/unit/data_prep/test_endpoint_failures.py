@@ -401,6 +401,23 @@ def test_what_a_server_says_can_always_be_written_down(
     assert json.loads(line)["detail"].endswith("half ?, ?[31mred")
 
 
+def test_half_an_answer_is_not_quoted_but_a_page_is(
+    tmp_path: Path, source: Path, tiny: Any, answers: Complete
+) -> None:
+    """Reasons end up in the log and in the run's records, where nobody's text belongs."""
+    for fault, words in (
+        (Fault(truncate=True, change=lambda reply: reply | {"text": "private"}), "broken"),
+        (Fault(page="<html>Sign in</html>"), "no JSON: <html>Sign in</html>"),
+    ):
+        with (
+            serve(answers, tiny, fault=lambda *_, fault=fault: fault) as server,
+            pytest.raises(EndpointsDownError, match=words) as caught,
+        ):
+            regenerate(config_for(source, server), tmp_path / words[:2], tiny)
+        assert "choices" not in str(caught.value)
+        assert "private" not in str(caught.value)
+
+
 def test_a_reply_that_is_an_error_is_quoted(
     tmp_path: Path, source: Path, tiny: Any, answers: Complete
 ) -> None:
