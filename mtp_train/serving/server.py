@@ -113,7 +113,7 @@ async def _serve(job: ServingJob, server: Server) -> Served:
         raise ServingError(
             "reach",
             f"{where}: max_model_len={facts.max_model_len}, at least {job.max_model_len} are "
-            "needed so that no draft is clipped",
+            "needed so that no draft comes near the end",
         )
     first = before = await _counters(server)
     prompts = []

@@ -96,12 +96,12 @@ def test_what_the_engine_printed_can_be_kept(tmp_path: Path) -> None:
     assert "Illegal instruction" in log.read_text()
 
 
-def test_the_job_leaves_room_for_a_whole_draft_and_prefills_a_group_at_once(
+def test_the_job_leaves_room_for_three_more_steps_and_prefills_a_group_at_once(
     tmp_path: Path,
 ) -> None:
     job = make_job(tmp_path, k=3)
     content = job_content(job, vllm_layout("mimo"), {"tensor_parallel_size": 2})
-    assert content["max_model_len"] == 4 + 10 + 3 + 1
+    assert content["max_model_len"] == 4 + 10 + 3 * (3 + 1)
     assert content["max_num_seqs"] == 2
     assert content["max_num_batched_tokens"] >= 7
     assert content["hf_overrides"] == {"num_nextn_predict_layers": 1}

@@ -162,7 +162,7 @@ def test_what_the_server_cannot_do_is_named() -> None:
         with pytest.raises(ServingError, match="speculates with K=2, expected K=1"):
             serve_at_url(make_job(k=1), url=url)
         fake.max_model_len = 12
-        with pytest.raises(ServingError, match="max_model_len=12, at least 15"):
+        with pytest.raises(ServingError, match="max_model_len=12, at least 21"):
             serve_at_url(make_job(), url=url)
         fake.max_model_len, fake.gives_ids = 64, False
         with pytest.raises(ServingError, match="no token_ids"):
