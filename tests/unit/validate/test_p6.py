@@ -406,6 +406,20 @@ def test_a_failed_rung_takes_the_pass_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny_prompts")
+def test_a_failed_rung_is_climbed_again(tmp_path: Path) -> None:
+    config = make_run(tmp_path)
+    out = export(config)
+    run = RunDirectory.from_config(config)
+    inputs = engine_rung.engine_inputs(config, out, device=CPU)
+    failed = RungResult("P6", False, figures={"inputs": inputs})
+    add_rung(failed, run, out, target="t")
+    again = climb(config)
+    assert again.is_new
+    assert again.result.passed
+    assert again.result.figures["inputs"] == inputs
+
+
+@pytest.mark.usefixtures("tiny_prompts")
 def test_the_ladder_need_not_be_climbed_again_after_p6(tmp_path: Path) -> None:
     """Its record follows the report that the rung was added to, and no other."""
     config = make_run(tmp_path)
