@@ -180,7 +180,7 @@ def statistics_tables(
     beyond = Table("not needed", "count", title="beyond the limits")
     for reason, count in rejects.items():
         (beyond if reason in BEYOND_LIMITS else faults).add_row(reason, f"{count:,}")
-    return Columns([table, faults, *([beyond] if beyond.rows else [])])
+    return Columns([table, *(lost for lost in (faults, beyond) if lost.rows)])
 
 
 def _pieces(row: TokenRow, chat: ChatFormat, start: int, end: int) -> list[tuple[str, bool]]:
