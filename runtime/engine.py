@@ -28,6 +28,7 @@ from runtime.request import (
 )
 from runtime.scheduler import Scheduler
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.draft_target import DraftTargetSchedule
 from runtime.spec.mtp import MtpSchedule
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
@@ -37,7 +38,8 @@ _SCORE_ROWS = 256  # rows whose full logits exist at once
 
 
 class Engine:
-    """Continuous batching over one target and, with ``draft``, MTP speculation.
+    """Continuous batching over one target and, with ``draft``, speculation: MTP with a draft head,
+    draft-target with a model of its own.
 
     Weights are shared, never copied: several engines may use the same models one after another.
     Each engine owns its K/V pools. ``tokenizer`` is needed only for stop strings and
@@ -51,13 +53,14 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int] = (),
         tokenizer: Detokenizer | None = None,
-        draft: DraftModel | None = None,
+        draft: Model | None = None,
         transfer: HostTransfer | None = None,
     ) -> None:
+        """Raises ``ValueError`` for K without a draft, or a draft of another vocabulary."""
         if config.num_draft_tokens and draft is None:
             raise ValueError(
-                f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head; "
-                "give one or set it to 0"
+                f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head or a "
+                "draft model; give one or set it to 0"
             )
         self.config = config
         self.target = target
@@ -69,13 +72,6 @@ class Engine:
             page_size=config.page_size,
             num_pages=config.num_pages,
         )
-        self.scheduler = Scheduler(
-            self.table,
-            max_running=config.max_running,
-            max_batch_tokens=config.max_batch_tokens,
-            max_model_len=config.max_model_len,
-            num_draft_tokens=config.num_draft_tokens,
-        )
         self.transfer = transfer or transfer_for(target.device)
         num_slots = config.num_pages * config.page_size
         runner = Runner(target, target.new_pool(num_slots), self.table)
@@ -85,7 +81,8 @@ class Engine:
                 runner, num_rows=config.max_running, transfer=self.transfer
             )
         else:
-            self.schedule = MtpSchedule(
+            kind = MtpSchedule if isinstance(draft, DraftModel) else DraftTargetSchedule
+            self.schedule = kind(
                 runner,
                 Runner(draft, draft.new_pool(num_slots), self.table),
                 num_rows=config.max_running,
@@ -93,6 +90,14 @@ class Engine:
                 verify=config.verify,
                 draft_mode=config.draft_mode,
             )
+        self.scheduler = Scheduler(
+            self.table,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            max_model_len=config.max_model_len,
+            num_draft_tokens=config.num_draft_tokens,
+            draft_ahead=self.schedule.draft_ahead,
+        )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host

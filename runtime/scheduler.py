@@ -48,12 +48,14 @@ class Scheduler:
         max_batch_tokens: int,
         max_model_len: int,
         num_draft_tokens: int,
+        draft_ahead: int = 0,
     ) -> None:
         self.table = table
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
         self.num_draft_tokens = num_draft_tokens
+        self.draft_ahead = draft_ahead  # slots by which the draft's cache is longer
         self.max_rows_per_request = 0  # 0: a prompt may fill a batch
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -134,14 +136,18 @@ class Scheduler:
         return StepPlan(tuple(works), is_decode_only=True, num_draft_tokens=0)
 
     def _clip(self, committed: int) -> int:
-        """K so that row ``committed + K`` stays below ``max_model_len``."""
-        return max(0, min(self.num_draft_tokens, self.max_model_len - 1 - committed))
+        """K so that every row, ``committed + K + draft_ahead`` at most, is in the table."""
+        longest = self.max_model_len - 1 - self.draft_ahead - committed
+        return max(0, min(self.num_draft_tokens, longest))
 
     def _rows_reserved(self, state: RequestState) -> int:
-        """Length that must have slots: all known tokens and, once decoding, K rows more."""
+        """Length that must have slots: all known tokens and, once decoding, K rows more (one more
+        for a draft that runs ahead).
+        """
         if state.encode_only:
             return len(state.tokens)
-        return min(len(state.tokens) + self.num_draft_tokens, self.max_model_len)
+        num_rows = len(state.tokens) + self.num_draft_tokens + self.draft_ahead
+        return min(num_rows, self.max_model_len)
 
     def _reserve_decoding(self) -> None:
         for state in list(self.running):
