@@ -188,6 +188,8 @@ class GenerateConfig:
     temperature: float = 0.0
     raw: bool = False  # the prompt as it is, without the chat template
     head: str = ""  # head directory; empty = the run's, and plain text where there is none
+    draft_model: str = ""  # a small model of the same vocabulary drafts instead of a head
+    draft_layers: tuple[int, ...] = ()  # of it (or, without one, of the target); () = all
     compare: bool = True  # time plain decoding of the same tokens
     json: bool = False  # one JSON object instead of a stream
 

@@ -291,6 +291,23 @@ def _check_files(config: Config) -> None:
         raise ConfigError(f"data.path={config.data.path}: no such directory")
 
 
+def _check_generate(config: Config) -> None:
+    settings = config.generate
+    has_model = settings.draft_model or settings.draft_layers
+    if settings.head and has_model:
+        name = "draft_model" if settings.draft_model else "draft_layers"
+        raise ConfigError(
+            f"generate.head={settings.head} with generate.{name}: one of them drafts; leave the "
+            "other out"
+        )
+    layers = settings.draft_layers
+    if list(layers) != sorted({layer for layer in layers if layer >= 0}):
+        raise ConfigError(
+            f"generate.draft_layers={list(layers)}: name layers from 0, each once, in increasing "
+            "order"
+        )
+
+
 _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_run_name,
     _check_data,
@@ -302,4 +319,5 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_validation,
     _check_engine,
     _check_files,
+    _check_generate,
 )

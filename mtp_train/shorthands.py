@@ -17,7 +17,10 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "generate": {
             name: f"generate.{name}"
-            for name in ("k", "max_tokens", "temperature", "raw", "compare", "json")
+            for name in (
+                *("k", "max_tokens", "temperature", "raw", "compare", "json"),
+                *("draft_model", "draft_layers"),
+            )
         },
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -23,8 +24,10 @@ from mtp_train.generation_report import describe, to_json, token_origins
 from mtp_train.settings import load_config
 from mtp_train.token_colours import TokenPrinter, style_of
 from runtime.head_spec import save_head
+from runtime.models.llama import LlamaModel
 from runtime.models.loader import load_target
 from runtime.request import Request, SamplingParams, SpecStep, TokenEvent
+from runtime.spec.draft_target import DraftTargetSchedule
 from tests.unit.cli.byte_target import byte_tokenizer, save_byte_target
 from tests.unit.runtime.engine_fixtures import (
     StubDraft,
@@ -33,6 +36,7 @@ from tests.unit.runtime.engine_fixtures import (
     random_head_tensors,
     tiny_target,
 )
+from tests.unit.runtime.model_fixtures import save_llama
 
 END_OF_TURN = 2
 NASTY = "run.name=x ${oc.env:HOME} 'single' \"double\"\nnew line, [list], {a: b} \\ – ünï"
@@ -147,6 +151,69 @@ def test_what_cannot_be_generated_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         open_answering(make_config(place, **settings), "Hi")
+
+
+@pytest.fixture(scope="module")
+def draft_models(place: Path) -> Path:
+    """Beside the target: a model with its tokens, one with two of them exchanged, one padded."""
+    tokenizer = byte_tokenizer()
+    save_llama(place / "good", seed=4, vocab_size=len(tokenizer), num_hidden_layers=1)
+    save_llama(place / "padded", seed=4, vocab_size=len(tokenizer) + 5)
+    for name in ("good", "padded"):
+        tokenizer.save_pretrained(place / name)
+    shutil.copytree(place / "good", place / "exchanged")
+    file = place / "exchanged" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocab = values["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(values))
+    return place
+
+
+@pytest.mark.parametrize("draft", [{"draft_model": "good"}, {"draft_layers": [1]}])
+def test_a_draft_model_drafts_instead_of_a_head(draft: dict[str, Any], draft_models: Path) -> None:
+    """Whether there is a head or not, which the run ``tiny`` has."""
+    if "draft_model" in draft:
+        draft = {"draft_model": str(draft_models / "good")}
+    for name in ("tiny", "without-a-head"):
+        answering = open_answering(make_config(draft_models, name=name, k=2, **draft), "Hi")
+        assert answering.draft_engine is not None
+        assert isinstance(answering.draft_engine.schedule, DraftTargetSchedule)
+        answer = answering.answer(lambda event: None)
+        assert answer.acceptance is not None
+        assert answer.acceptance.num_drafts > 0
+        assert answer.first_difference is None
+        assert not answering.hint
+
+
+def test_the_targets_own_layers_are_not_loaded_again(draft_models: Path) -> None:
+    both = {"draft_model": str(draft_models / "target"), "draft_layers": [0]}
+    answering = open_answering(make_config(draft_models, **both), "Hi")
+    engine = answering.draft_engine
+    assert engine is not None
+    assert isinstance(engine.schedule, DraftTargetSchedule)
+    draft = engine.schedule.draft.model
+    assert isinstance(draft, LlamaModel)
+    assert isinstance(engine.target, LlamaModel)
+    assert draft.blocks == engine.target.blocks[:1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"draft_model": "exchanged"}, r"exchanged: 2 of \d+ token ids .* \('b' there, 'a' in"),
+        ({"draft_model": "padded"}, r"padded: its vocab_size is \d+, the target's .* the padding"),
+        ({"draft_model": "nowhere"}, r"generate\.draft_model=.*nowhere: .*no such directory"),
+        ({"draft_layers": [1, 7]}, r"generate\.draft_layers=\[1, 7\]: .* of 0\.\.1"),
+    ],
+)
+def test_a_draft_model_that_cannot_draft_is_refused_by_name(
+    draft: dict[str, Any], message: str, draft_models: Path
+) -> None:
+    if "draft_model" in draft:
+        draft = {"draft_model": str(draft_models / draft["draft_model"])}
+    with pytest.raises(ValueError, match=message):
+        open_answering(make_config(draft_models, **draft), "Hi")
 
 
 @pytest.mark.parametrize(
