@@ -155,14 +155,19 @@ class DraftTargetSchedule(PlainSchedule):
     def extend_two_rows(self, results: Sequence[WorkResult]) -> None:
         """Run the draft over the last two tokens of each request and carry its logits over.
 
-        Ids and lengths are exact on the host by now. Never waits.
+        Ids and lengths are exact on the host by now. Never waits. Whoever was aborted during the
+        step owns no slots any more and is left out.
         """
         rows: list[DraftRows] = []
         ids: list[int] = []
         for result in results:
             state = result.work.state
+            if state.phase is Phase.FINISHED:
+                continue
             ids.extend((state.tokens[-1], *result.new_ids)[-2:])
             rows.append(DraftRows(state.row, result.work.start + result.num_committed - 1, 2))
+        if not rows:
+            return
         hidden_ND = self.run_draft(BatchMode.VERIFY, rows, upload_ids(ids, self.device))
         self._carry_over([row.table_row for row in rows], hidden_ND[1::2])
         self.transfer.mark("extend")

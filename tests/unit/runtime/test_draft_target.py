@@ -27,7 +27,7 @@ from runtime.scheduler import StepPlan
 from runtime.spec import draft_target
 from runtime.spec.base import WorkResult
 from runtime.spec.draft_target import DraftRows, DraftTargetSchedule
-from runtime.transfer import HostTransfer
+from runtime.transfer import HostTransfer, ImmediateTransfer
 from tests.unit.runtime.draft_models import StubModel, tiny_draft
 from tests.unit.runtime.engine_fixtures import (
     ByteTokenizer,
@@ -307,6 +307,46 @@ def test_abort_between_steps_leaves_the_others_alone(target: Target, shallow: Ll
     for index in (0, 2, 3):
         assert tuple(states[index].output_ids) == plain[index].output_ids
     assert engine.table.allocator.num_free == engine.config.num_pages
+
+
+class AbortingTransfer(ImmediateTransfer):
+    """Somebody gives up while the host waits for the ids of the third speculative step."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.engine: Engine | None = None
+        self.num_steps = 0
+
+    def wait(self, handle: Any) -> tuple[list[Any], ...]:
+        self.num_steps += len(handle) == 3
+        if self.num_steps == 3:
+            assert self.engine is not None
+            for name in self.names:
+                self.engine.abort(name)
+        return super().wait(handle)
+
+
+@pytest.mark.parametrize("names", [["r1"], ["r0", "r1", "r2", "r3"]])
+def test_abort_in_the_middle_of_a_speculative_step(
+    target: Target, shallow: LlamaModel, names: list[str]
+) -> None:
+    requests = make_requests(4, ignore_eos=True)
+    plain = make_engine(target).generate(requests)
+    transfer = AbortingTransfer(names)
+    engine = transfer.engine = make_engine(
+        target, shallow, num_draft_tokens=2, transfer=transfer, page_size=1, num_pages=512
+    )
+    watch_rows(engine)
+    states = [engine.add(request) for request in requests]
+    while engine.has_work:
+        engine.step()
+        check_draft_state(engine)
+    for state, generation in zip(states, plain, strict=True):
+        is_aborted = state.request.request_id in names
+        assert (state.finish_reason == "abort") == is_aborted
+        length = len(state.output_ids) if is_aborted else None
+        assert tuple(state.output_ids) == generation.output_ids[:length]
+    assert engine.table.allocator.num_free == 512
 
 
 def test_encoding_needs_no_draft(target: Target, shallow: LlamaModel) -> None:
