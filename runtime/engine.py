@@ -28,7 +28,7 @@ from runtime.request import (
 )
 from runtime.scheduler import Scheduler
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
-from runtime.spec.draft_target import DraftTargetSchedule
+from runtime.spec.draft_target import Alone, DraftTargetSchedule
 from runtime.spec.mtp import MtpSchedule
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
@@ -80,11 +80,21 @@ class Engine:
             self.schedule = PlainSchedule(
                 runner, num_rows=config.max_running, transfer=self.transfer
             )
-        else:
-            kind = MtpSchedule if isinstance(draft, DraftModel) else DraftTargetSchedule
-            self.schedule = kind(
+        elif isinstance(draft, DraftModel):
+            self.schedule = MtpSchedule(
                 runner,
                 Runner(draft, draft.new_pool(num_slots), self.table),
+                num_rows=config.max_running,
+                transfer=self.transfer,
+                verify=config.verify,
+                draft_mode=config.draft_mode,
+            )
+        else:
+            self.schedule = DraftTargetSchedule(
+                runner,
+                Runner(draft, draft.new_pool(num_slots), self.table),
+                group=Alone(),
+                announce=lambda plan: None,
                 num_rows=config.max_running,
                 transfer=self.transfer,
                 verify=config.verify,

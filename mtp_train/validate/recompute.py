@@ -74,6 +74,7 @@ def _head_parts(schedule: MtpSchedule, state: RequestState) -> list[Part]:
 @torch.inference_mode()
 def _draft_model_parts(schedule: DraftTargetSchedule, state: RequestState) -> list[Part]:
     """The draft is a model of its own and has processed one token more than the target."""
+    assert schedule.draft is not None, "only the leader has draft state"
     target, draft = _Fresh(schedule.target), _Fresh(schedule.draft)
     target.run(state.tokens[:-1])
     draft_TD = draft.run(state.tokens)

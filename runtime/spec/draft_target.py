@@ -16,15 +16,20 @@ the relay state, the logits for ``t_{L+1}``.
 ``t_L'`` is new to the draft. ``t_L'-1`` is new only when all K drafts were accepted, for nobody has
 run ``dK``; otherwise its row is computed again. So always two rows, and K+2 slots from L on.
 
+A small model gains nothing from being spread over ranks: it lives on the leader of the target's
+group alone. The others have neither its weights nor its K/V and never wait: they are told what is
+scheduled, get the drafted ids and, where the leader has verified, each request's last id.
+
 Shape legend: B requests, K drafts, N rows, M sampled rows, D width and V vocabulary of the draft, R
 table rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -54,6 +59,26 @@ class DraftRows:
     count: int
 
 
+class LeaderGroup(Protocol):
+    """What the schedule needs of the ranks that share the target."""
+
+    @property
+    def is_leader(self) -> bool: ...
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite ``tensor`` with the leader's, on every rank; returns it."""
+        ...
+
+
+class Alone:
+    """The group of a target on one process."""
+
+    is_leader = True
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 class DraftTargetSchedule(PlainSchedule):
     """Target and draft advance in lock step over the same slots; carried logits per table row."""
 
@@ -63,25 +88,37 @@ class DraftTargetSchedule(PlainSchedule):
     def __init__(
         self,
         target: Runner,
-        draft: Runner,
+        draft: Runner | None,
         *,
+        group: LeaderGroup,
+        announce: Callable[[StepPlan], None],
         num_rows: int,
         transfer: HostTransfer,
         verify: VerifyMode,
         draft_mode: DraftMode,
     ) -> None:
-        """Raises ``ValueError`` when the two models do not share a vocabulary."""
+        """``draft`` is the leader's; ``None`` on every other rank of ``group``.
+
+        ``announce`` tells the other ranks what has been scheduled. It is called once per step, in a
+        speculative step while the first draft run works. Raises ``ValueError`` when the two models
+        do not share a vocabulary.
+        """
         super().__init__(target, num_rows=num_rows, transfer=transfer)
-        check_same_vocabulary(target.model.vocab_size, draft.model.vocab_size)
-        self.draft = draft
+        assert (draft is not None) == group.is_leader, "the draft lives on the leader, only there"
+        self.group = group
+        self.announce = announce
         self.verify = verify
         self.draft_mode = draft_mode
-        self.logits_RV = torch.zeros(
-            num_rows, draft.model.vocab_size, dtype=draft.model.dtype, device=self.device
-        )
+        self.draft = draft
+        if draft is not None:
+            check_same_vocabulary(target.model.vocab_size, draft.model.vocab_size)
+            self.logits_RV = torch.zeros(
+                num_rows, draft.model.vocab_size, dtype=draft.model.dtype, device=self.device
+            )
 
     def enqueue(self, plan: StepPlan) -> PendingStep:
         if not plan.is_decode_only or plan.num_draft_tokens == 0:
+            self.announce(plan)
             return self._enqueue_plain(plan)
         return self._enqueue_speculative(plan)
 
@@ -105,32 +142,53 @@ class DraftTargetSchedule(PlainSchedule):
         sampling = self.sampling(works)
         ids_BK1 = torch.empty(len(works), k + 1, dtype=torch.int64, device=self.device)
         ids_BK1[:, 0] = self.last_ids_R.index_select(0, rows_B)
-
-        proposing = self.propose(works, rows_B, k, sampling)
-        drawn = list(islice(proposing, 2))  # the second token has enqueued the first draft run
-        batch = self._verification_batch(works, ids_BK1)
-        drawn.extend(proposing)
-        for column, (draft_ids_B, _) in enumerate(drawn, start=1):
-            ids_BK1[:, column] = draft_ids_B
-        probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
+        draft_probs_BKV = None
+        if self.group.is_leader:
+            batch, draft_probs_BKV = self._draft_on_leader(plan, rows_B, sampling, ids_BK1)
+        else:
+            batch = self._verification_batch(works, ids_BK1)
+        self.group.broadcast(ids_BK1)
         self.transfer.mark("propose")
 
         hidden_ND = self.target.forward(batch)
         logits_NV = self.target.model.logits(hidden_ND)
         self.transfer.mark("target")
-        draft_ids_BK = ids_BK1[:, 1:]
-        verified = verify_chain(
-            self.verify,
-            logits_NV.view(len(works), k + 1, -1),
-            draft_ids_BK,
-            sampling,
-            upload_ids([work.start + 1 for work in works], self.device),
-            draft_probs_BKV=torch.stack(probs, 1) if probs else None,
-        )
-        self.last_ids_R.index_copy_(0, rows_B, verified.last_ids_B)
-        handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, draft_ids_BK)
-        self.transfer.mark("copy")
+        handle = None
+        last_ids_B = torch.empty_like(rows_B)
+        if self.group.is_leader:
+            verified = verify_chain(
+                self.verify,
+                logits_NV.view(len(works), k + 1, -1),
+                ids_BK1[:, 1:],
+                sampling,
+                upload_ids([work.start + 1 for work in works], self.device),
+                draft_probs_BKV=draft_probs_BKV,
+            )
+            last_ids_B = verified.last_ids_B
+            handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, ids_BK1[:, 1:])
+            self.transfer.mark("copy")
+        self.last_ids_R.index_copy_(0, rows_B, self.group.broadcast(last_ids_B))
         return PendingStep(plan, handle, hidden_ND, None, batch.q_lens, True)
+
+    def _draft_on_leader(
+        self,
+        plan: StepPlan,
+        rows_B: torch.Tensor,
+        sampling: SamplingTensors,
+        ids_BK1: torch.Tensor,
+    ) -> tuple[ForwardBatch, torch.Tensor | None]:
+        """Write K drafts behind the last ids; the target's batch, and q ``[B, K, V]`` where drafts
+        are sampled. The batch is built and announced while the first draft run works.
+        """
+        proposing = self.propose(plan.works, rows_B, plan.num_draft_tokens, sampling)
+        drawn = list(islice(proposing, 2))  # the second token has enqueued the first draft run
+        self.announce(plan)
+        batch = self._verification_batch(plan.works, ids_BK1)
+        drawn.extend(proposing)
+        for column, (draft_ids_B, _) in enumerate(drawn, start=1):
+            ids_BK1[:, column] = draft_ids_B
+        probs = [probs_BV for _, probs_BV in drawn if probs_BV is not None]
+        return batch, torch.stack(probs, 1) if probs else None
 
     def propose(
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
@@ -138,6 +196,7 @@ class DraftTargetSchedule(PlainSchedule):
         """K times a drafted token per request, int64 ``[B]``; for sampled drafts also its q, ``[B,
         V]``. The first is drawn from the carried logits; asking for another enqueues a draft run.
         """
+        assert self.draft is not None, "only the leader drafts"
         logits_BV = self.logits_RV.index_select(0, rows_B)
         for step in range(k):
             positions = [work.start + 1 + step for work in works]
@@ -184,6 +243,8 @@ class DraftTargetSchedule(PlainSchedule):
 
         A decoding request's own row is in the draft's cache already, so only its new token is run.
         """
+        if self.draft is None:
+            return None
         rows: list[DraftRows] = []
         ids: list[int] = []
         relay_rows: list[int] = []
@@ -215,6 +276,7 @@ class DraftTargetSchedule(PlainSchedule):
         self, mode: BatchMode, rows: Sequence[DraftRows], ids_N: torch.Tensor
     ) -> torch.Tensor:
         """The draft's hidden states ``[N, D]`` of these rows; their K/V are stored."""
+        assert self.draft is not None, "only the leader drafts"
         return self.draft.forward(
             build_batch(
                 mode,
@@ -254,6 +316,7 @@ class DraftTargetSchedule(PlainSchedule):
 
     def _carry_over(self, table_rows: Sequence[int], hidden_MD: torch.Tensor) -> None:
         """Keep the logits of these rows until the next proposal draws from them."""
+        assert self.draft is not None, "only the leader drafts"
         rows_M = upload_ids(table_rows, self.device)
         self.logits_RV.index_copy_(0, rows_M, self.draft.model.logits(hidden_MD))
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-
 import torch
 
 from mtp_train.distributed import TorchProcessGroup, init_process_group, run_on_leader
+from tests.distributed.ranks import run_ranks
 
 WORLD_SIZE = 2
 
@@ -41,28 +38,5 @@ def exercise(rank: int) -> None:
     group.close()
 
 
-def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(WORLD_SIZE):
-        pid = os.fork()
-        if not pid:
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(WORLD_SIZE),
-                "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            exercise(rank)
-            sys.exit(0)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    sys.exit(max(map(abs, codes)))
-
-
 if __name__ == "__main__":
-    main()
+    run_ranks(exercise, WORLD_SIZE)

@@ -487,6 +487,8 @@ def run_on_fake_device(
         return plan
 
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    assert isinstance(engine.schedule, DraftTargetSchedule)
+    engine.schedule.announce = lambda plan: device.note("announce")
     got = engine.generate(requests)
     device.note("schedule")  # nothing is left to schedule: the last run may end
     device.worker.shutdown()
@@ -502,10 +504,10 @@ def test_the_order_of_events_on_a_device_that_works_by_itself(
     got, steps = run_on_fake_device(target, shallow, requests, k=3)
     assert outputs(got) == outputs(make_engine(target).generate(requests))
     # Prefill: the new token goes into the draft's cache, nothing is drawn from the draft.
-    assert steps[0] == "copy extend wait"
+    assert steps[0] == "announce copy extend wait"
     assert set(steps) == {
-        "copy extend wait",
-        "draw draft draw batch draft draw propose target copy wait extend",
+        "announce copy extend wait",
+        "draw draft draw announce batch draft draw propose target copy wait extend",
     }
 
 
@@ -513,7 +515,10 @@ def test_a_single_draft_comes_from_the_carried_logits_alone(
     target: Target, shallow: LlamaModel
 ) -> None:
     _, steps = run_on_fake_device(target, shallow, make_requests(2, ignore_eos=True), k=1)
-    assert set(steps) == {"copy extend wait", "draw batch propose target copy wait extend"}
+    assert set(steps) == {
+        "announce copy extend wait",
+        "draw announce batch propose target copy wait extend",
+    }
 
 
 def test_mutant_that_waits_for_the_draft_before_it_schedules_is_seen(
