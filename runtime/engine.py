@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
+from runtime.batch import upload_ids
 from runtime.config import EngineConfig
 from runtime.kv_cache import SlotTable
 from runtime.models.base import DraftModel, Model
@@ -312,6 +313,7 @@ class Engine:
                 start += num_rows
                 continue
             self._capture(state, pending, start, result.num_committed)
+            self._score_new(state, pending, start, result)
             start += num_rows
             if pending.is_speculative:
                 state.steps.append(
@@ -364,6 +366,20 @@ class Engine:
             assert pending.draft_hidden_ND is not None
             state.draft_hidden.append(pending.draft_hidden_ND[start : start + count].clone())
 
+    def _score_new(
+        self, state: RequestState, pending: PendingStep, start: int, result: WorkResult
+    ) -> None:
+        """Keep the new tokens' log-probabilities, on the device: nobody waits for them here.
+
+        The last committed rows are those that the new tokens were drawn from.
+        """
+        if not (state.request.sampling.logprobs and result.new_ids):
+            return
+        end = start + result.num_committed
+        logits_MV = self.target.logits(pending.hidden_ND[end - len(result.new_ids) : end])
+        ids_M1 = upload_ids(result.new_ids, self.target.device)[:, None]
+        state.logprobs.append(logits_MV.float().log_softmax(-1).gather(1, ids_M1)[:, 0])
+
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         if state.phase is Phase.FINISHED:
             return
@@ -413,4 +429,5 @@ class Engine:
             finish_reason=state.finish_reason,
             steps=tuple(state.steps),
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
+            logprobs=state.take_logprobs(),
         )

@@ -20,6 +20,8 @@ from runtime.spec.base import PendingStep, WorkResult
 from tests.load.schedules import HookedTransfer
 from tests.load.traffic import Visitor
 
+MAX_LOGPROB_GAP = 1e-4
+
 
 @dataclass
 class Outcome:
@@ -151,12 +153,23 @@ def check_visitor(crowd: Crowd, visitor: Visitor, wanted: Generation) -> None:
     assert crowd.goodbyes[name] == [state.finish_reason], f"{name} ended as {crowd.goodbyes[name]}"
     output = tuple(state.output_ids)
     assert tuple(crowd.streamed[name]) == output, f"{name}: the stream is not the answer"
+    assert output == wanted.output_ids[: len(output)], f"{name}: not plain decoding's tokens"
+    check_scores(name, state, wanted)
     if state.finish_reason == "abort":
         assert visitor.gives_up != "never", f"{name} was aborted by nobody"
-        assert output == wanted.output_ids[: len(output)], f"{name}: not plain decoding's beginning"
         return
-    assert output == wanted.output_ids, f"{name}: not plain decoding's tokens"
+    assert len(output) == len(wanted.output_ids), f"{name}: not all of plain decoding's tokens"
     assert state.finish_reason == wanted.finish_reason, f"{name}: ended otherwise"
+
+
+def check_scores(name: str, state: RequestState, wanted: Generation) -> None:
+    """Log-probabilities, where they were asked for: one per token, and plain decoding's."""
+    scores = state.take_logprobs()
+    assert (scores is None) == (wanted.logprobs is None), f"{name}: log-probabilities"
+    if scores is not None and wanted.logprobs is not None:
+        assert len(scores) == len(state.output_ids), f"{name}: {len(scores)} log-probabilities"
+        gaps = [abs(a - b) for a, b in zip(scores, wanted.logprobs, strict=False)]
+        assert max(gaps, default=0.0) < MAX_LOGPROB_GAP, f"{name}: log-probabilities differ"
 
 
 def check_nothing_is_left(engine: Engine) -> None:

@@ -60,4 +60,5 @@ def make_sampling(dice: random.Random) -> SamplingParams:
         stop=dice.choice(((), (), (), ("ca", "jjk"))),
         stop_token_ids=dice.choice(((), (), (), (), (VOCAB - 1,))),
         ignore_eos=dice.random() < 0.8,
+        logprobs=dice.random() < 0.3,
     )
