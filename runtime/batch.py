@@ -20,7 +20,7 @@ class BatchMode(Enum):
 
     PREFILL = "prefill"  # ragged rows: prompt chunks, possibly mixed with one-row decodes
     DECODE = "decode"  # exactly one row per request
-    VERIFY = "verify"  # equally many rows per request: K+1 (target, head) or 2 (draft model)
+    VERIFY = "verify"  # exactly K+1 rows per request (target verification and draft extension)
 
 
 @dataclass(frozen=True)

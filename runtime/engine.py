@@ -73,42 +73,21 @@ class Engine:
             page_size=config.page_size,
             num_pages=config.num_pages,
         )
-        self.transfer = transfer or transfer_for(target.device)
-        num_slots = config.num_pages * config.page_size
-        runner = Runner(target, target.new_pool(num_slots), self.table)
-        self.schedule: PlainSchedule
-        if draft is None:
-            self.schedule = PlainSchedule(
-                runner, num_rows=config.max_running, transfer=self.transfer
-            )
-        elif isinstance(draft, DraftModel):
-            self.schedule = MtpSchedule(
-                runner,
-                Runner(draft, draft.new_pool(num_slots), self.table),
-                num_rows=config.max_running,
-                transfer=self.transfer,
-                verify=config.verify,
-                draft_mode=config.draft_mode,
-            )
-        else:
-            self.schedule = DraftTargetSchedule(
-                runner,
-                Runner(draft, draft.new_pool(num_slots), self.table),
-                group=Alone(),
-                announce=lambda plan: None,
-                num_rows=config.max_running,
-                transfer=self.transfer,
-                verify=config.verify,
-                draft_mode=config.draft_mode,
-            )
         self.scheduler = Scheduler(
             self.table,
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=config.max_model_len,
             num_draft_tokens=config.num_draft_tokens,
-            draft_ahead=self.schedule.draft_ahead,
+            draft_ahead=_draft_ahead(draft),
         )
+        self.transfer = transfer or transfer_for(target.device)
+        num_slots = config.num_pages * config.page_size
+        runner = Runner(target, target.new_pool(num_slots), self.table)
+        draft_runner = None
+        if draft is not None:
+            draft_runner = Runner(draft, draft.new_pool(num_slots), self.table)
+        self.schedule = _make_schedule(config, runner, draft_runner, self.transfer)
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host
@@ -431,3 +410,37 @@ class Engine:
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
             logprobs=state.take_logprobs(),
         )
+
+
+def _make_schedule(
+    config: EngineConfig, target: Runner, draft: Runner | None, transfer: HostTransfer
+) -> PlainSchedule:
+    """Plain decoding without a draft; MTP with a head; draft-target with a whole model."""
+    num_rows = config.max_running
+    if draft is None:
+        return PlainSchedule(target, num_rows=num_rows, transfer=transfer)
+    if not isinstance(draft.model, DraftModel):
+        return DraftTargetSchedule(
+            target,
+            draft,
+            group=Alone(),
+            announce=lambda plan: None,
+            num_rows=num_rows,
+            transfer=transfer,
+            verify=config.verify,
+            draft_mode=config.draft_mode,
+        )
+    return MtpSchedule(
+        target,
+        draft,
+        num_rows=num_rows,
+        transfer=transfer,
+        verify=config.verify,
+        draft_mode=config.draft_mode,
+    )
+
+
+def _draft_ahead(draft: Model | None) -> int:
+    """Slots that the draft needs beyond those of the target's rows."""
+    is_whole_model = draft is not None and not isinstance(draft, DraftModel)
+    return DraftTargetSchedule.draft_ahead if is_whole_model else 0

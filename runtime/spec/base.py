@@ -70,7 +70,6 @@ class PlainSchedule:
     """Autoregressive decoding: one row per request and step."""
 
     may_look_ahead = True  # the next step's inputs are on the device before the host knows them
-    draft_ahead = 0  # slots by which the draft's cache is longer than the target's
 
     def __init__(self, target: Runner, *, num_rows: int, transfer: HostTransfer) -> None:
         self.target = target
