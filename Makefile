@@ -4,6 +4,7 @@ BENCH ?=
 recipe ?=
 PYTEST_ARGS ?=
 RUN ?= runs/demo
+SECONDS ?= 600
 
 GPU ?=
 FLASHINFER ?=
@@ -21,7 +22,7 @@ STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHIN
 comma := ,
 EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 
-.PHONY: help setup demo test interop browser picture lint format types bench clean
+.PHONY: help setup demo test interop browser picture lint format types bench load clean
 
 help:
 	@echo "make demo     a head for a small real model, measured and exported (15 minutes, two cores)"
@@ -34,6 +35,7 @@ help:
 	@echo "make types    mypy"
 	@echo "make format   rewrite the files as 'make lint' wants them"
 	@echo "make bench    benchmarks; BENCH=name for one"
+	@echo "make load     random traffic through every schedule, SECONDS=600 long: aborts, too few pages, memory"
 	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
 	@echo "make setup GPU=1   the same for NVIDIA devices (driver 580.65.06 or newer); FLASHINFER=1 adds FlashInfer;"
 	@echo "              TORCH_CUDA=12 TORCH_INDEX=URL take another CUDA's build of torch from another index"
@@ -96,6 +98,9 @@ types: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench $(BENCH)
+
+load: setup
+	$(BIN)/python -m tests.load --seconds $(SECONDS)
 
 clean:
 	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
