@@ -14,7 +14,7 @@ from runtime.cpu import set_threads
 from tests.load.rounds import Round, memory_slope, run_rounds
 from tests.unit.runtime.engine_fixtures import tiny_target
 
-MAX_SLOPE_MB = 0.05  # per round of 200 requests
+MAX_SLOPE_MB = 0.2  # per round, over the second half of the rounds
 
 
 def main() -> int:
@@ -35,7 +35,10 @@ def main() -> int:
             rounds.append(each)
             console.print(describe(each), soft_wrap=True)
     slope = memory_slope(rounds)
-    console.print(f"{len(rounds)} rounds; resident memory {slope:+.3f} MB per round")
+    if slope is None:
+        console.print(f"{len(rounds)} rounds: too few to say anything about memory")
+        return 0
+    console.print(f"{len(rounds)} rounds; resident memory {slope:+.3f} MB per round at the end")
     return int(slope > MAX_SLOPE_MB)
 
 

@@ -17,7 +17,8 @@ from tests.load.schedules import MAX_MODEL_LEN, WAYS
 from tests.load.traffic import Visitor, make_traffic
 from tests.unit.runtime.engine_fixtures import EOS, ByteTokenizer
 
-_WARM_UP_SHARE = 0.25  # rounds that are left out of the slope: pools and caches still grow
+_WARM_UP_SHARE = 0.5  # rounds that are left out of the slope: caches by shape still fill
+_MIN_ROUNDS = 40  # fewer say nothing about memory
 
 
 def plain_answers(target: Target, visitors: Sequence[Visitor]) -> Mapping[str, Generation]:
@@ -71,11 +72,13 @@ def resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def memory_slope(rounds: Sequence[Round]) -> float:
-    """MB per round: the slope of a straight line through the rounds after the warm-up."""
+def memory_slope(rounds: Sequence[Round]) -> float | None:
+    """MB per round: the slope of a straight line through the rounds after the warm-up; ``None``
+    when there are too few to tell.
+    """
+    if len(rounds) < _MIN_ROUNDS:
+        return None
     values = [each.resident_mb for each in rounds[int(len(rounds) * _WARM_UP_SHARE) :]]
-    if len(values) < 2:
-        return 0.0
     middle = (len(values) - 1) / 2
     mean = sum(values) / len(values)
     spread = sum((index - middle) ** 2 for index in range(len(values)))
