@@ -21,6 +21,7 @@ class BatchMode(Enum):
     PREFILL = "prefill"  # ragged rows: prompt chunks, possibly mixed with one-row decodes
     DECODE = "decode"  # exactly one row per request
     VERIFY = "verify"  # exactly K+1 rows per request (target verification and draft extension)
+    TREE = "tree"  # equally many tree rows per request, each with the rows that it sees
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ class ForwardBatch:
     Row ``i`` of request ``b`` sits at position ``kv_lens[b] - q_lens[b] + i``; its K/V go to the
     slot that the slot table holds for (``table_rows[b]``, position). ``hidden_ND`` is the draft
     head's second input.
+
+    Rows of a draft tree (``visible_BSJ``, bool): the last J of the ``kv_lens[b]`` slots are a block
+    of tree rows, of which the S new ones come last; row ``s`` sees the prefix before the block and
+    the block rows that ``visible_BSJ[b, s]`` names. Slots then count rows, positions count tokens.
     """
 
     mode: BatchMode
@@ -41,6 +46,7 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
     hidden_ND: torch.Tensor | None = None
+    visible_BSJ: torch.Tensor | None = None
 
 
 def build_batch(
@@ -75,6 +81,34 @@ def build_batch(
         kv_lens=tuple(start + count for start, count in zip(starts, q_lens, strict=True)),
         table_rows=tuple(table_rows),
         hidden_ND=hidden_ND,
+    )
+
+
+def build_tree_batch(
+    *,
+    table: SlotTable,
+    table_rows: Sequence[int],
+    prefix_lens: Sequence[int],
+    positions_BS: torch.Tensor,
+    input_ids_BS: torch.Tensor,
+    visible_BSJ: torch.Tensor,
+    hidden_BSD: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """The last S of J tree rows behind the prefix of each request; positions are on the device."""
+    _, num_rows, block_len = visible_BSJ.shape
+    kv_lens = tuple(length + block_len for length in prefix_lens)
+    ends_B1, rows_B1 = np.asarray(kv_lens)[:, None], np.asarray(table_rows)[:, None]
+    slots_BS = table.host_slots_RT[rows_B1, ends_B1 + np.arange(-num_rows, 0)]
+    return ForwardBatch(
+        mode=BatchMode.TREE,
+        input_ids_N=input_ids_BS.reshape(-1),
+        positions_N=positions_BS.reshape(-1),
+        write_slots_N=upload(torch.from_numpy(slots_BS.ravel()), positions_BS.device),
+        q_lens=(num_rows,) * len(kv_lens),
+        kv_lens=kv_lens,
+        table_rows=tuple(table_rows),
+        hidden_ND=None if hidden_BSD is None else hidden_BSD.flatten(0, 1),
+        visible_BSJ=visible_BSJ,
     )
 
 
