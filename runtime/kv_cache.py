@@ -161,9 +161,13 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
+        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = (list(part.unbind()) for part in self._all)
+
+    def move(self, from_slots_M: torch.Tensor, to_slots_M: torch.Tensor) -> None:
+        """Copy K and V of these slots, all layers; reads everything before it writes anything."""
+        self._all.index_copy_(2, to_slots_M, self._all.index_select(2, from_slots_M))
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
