@@ -29,6 +29,7 @@ from runtime.request import (
 from runtime.scheduler import Scheduler
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
 from runtime.spec.mtp import MtpSchedule
+from runtime.spec.tree import TreeSchedule
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
 
@@ -65,7 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.table = SlotTable(
             num_rows=config.max_running,
-            max_len=config.max_model_len,
+            max_len=config.max_model_len + config.num_extra_slots,
             page_size=config.page_size,
             num_pages=config.num_pages,
         )
@@ -75,24 +76,15 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=config.max_model_len,
             num_draft_tokens=config.num_draft_tokens,
+            num_extra_slots=config.num_extra_slots,
         )
         self.transfer = transfer or transfer_for(target.device)
         num_slots = config.num_pages * config.page_size
         runner = Runner(target, target.new_pool(num_slots), self.table)
-        self.schedule: PlainSchedule
-        if draft is None:
-            self.schedule = PlainSchedule(
-                runner, num_rows=config.max_running, transfer=self.transfer
-            )
-        else:
-            self.schedule = MtpSchedule(
-                runner,
-                Runner(draft, draft.new_pool(num_slots), self.table),
-                num_rows=config.max_running,
-                transfer=self.transfer,
-                verify=config.verify,
-                draft_mode=config.draft_mode,
-            )
+        draft_runner = None
+        if draft is not None:
+            draft_runner = Runner(draft, draft.new_pool(num_slots), self.table)
+        self.schedule = _make_schedule(config, runner, draft_runner, self.transfer)
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host
@@ -300,7 +292,13 @@ class Engine:
             start += num_rows
             if pending.is_speculative:
                 state.steps.append(
-                    SpecStep(result.draft_ids, result.num_accepted, len(state.output_ids))
+                    SpecStep(
+                        result.draft_ids,
+                        result.num_accepted,
+                        len(state.output_ids),
+                        result.tree_parents,
+                        pending.plan.num_draft_tokens if result.tree_parents else 0,
+                    )
                 )
             state.committed = work.start + result.num_committed
             if state.encode_only and state.committed == len(state.tokens):
@@ -399,3 +397,22 @@ class Engine:
             steps=tuple(state.steps),
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
         )
+
+
+def _make_schedule(
+    config: EngineConfig, target: Runner, draft: Runner | None, transfer: HostTransfer
+) -> PlainSchedule:
+    """Plain decoding without a draft, else a chain or, with ``draft_tree``, a tree."""
+    num_rows = config.max_running
+    if draft is None:
+        return PlainSchedule(target, num_rows=num_rows, transfer=transfer)
+    if config.draft_tree != "none":
+        return TreeSchedule(target, draft, num_rows=num_rows, transfer=transfer, config=config)
+    return MtpSchedule(
+        target,
+        draft,
+        num_rows=num_rows,
+        transfer=transfer,
+        verify=config.verify,
+        draft_mode=config.draft_mode,
+    )

@@ -60,11 +60,22 @@ class Request:
 
 @dataclass(frozen=True)
 class SpecStep:
-    """One verification step of one request: K drafted ids, how many were accepted, ids emitted."""
+    """One verification step of one request: K drafted ids, how many were accepted, ids emitted.
+
+    Of a tree: the nodes in breadth-first order, ``tree_parents`` with the row of each one's parent
+    (0: the last token before the draft; row i is node i - 1), and its greatest possible depth.
+    """
 
     draft_ids: tuple[int, ...]
     num_accepted: int
     start: int  # index in output_ids of the first token this step emitted
+    tree_parents: tuple[int, ...] = ()
+    tree_depth: int = 0
+
+    @property
+    def k(self) -> int:
+        """How many of the drafted tokens can be accepted at most."""
+        return self.tree_depth if self.tree_parents else len(self.draft_ids)
 
 
 @dataclass(frozen=True)

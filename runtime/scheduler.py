@@ -48,12 +48,14 @@ class Scheduler:
         max_batch_tokens: int,
         max_model_len: int,
         num_draft_tokens: int,
+        num_extra_slots: int = 0,
     ) -> None:
         self.table = table
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
         self.num_draft_tokens = num_draft_tokens
+        self.num_extra_slots = num_extra_slots  # that a step writes behind its K + 1 positions
         self.max_rows_per_request = 0  # 0: a prompt may fill a batch
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -138,10 +140,13 @@ class Scheduler:
         return max(0, min(self.num_draft_tokens, self.max_model_len - 1 - committed))
 
     def _rows_reserved(self, state: RequestState) -> int:
-        """Length that must have slots: all known tokens and, once decoding, K rows more."""
+        """Length that must have slots: all known tokens and, once decoding, K rows more (and what
+        the schedule writes behind them).
+        """
         if state.encode_only:
             return len(state.tokens)
-        return min(len(state.tokens) + self.num_draft_tokens, self.max_model_len)
+        length = min(len(state.tokens) + self.num_draft_tokens, self.max_model_len)
+        return length + self.num_extra_slots
 
     def _reserve_decoding(self) -> None:
         for state in list(self.running):

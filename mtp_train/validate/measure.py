@@ -173,14 +173,15 @@ def fit_engine(
     """
     max_running = max(1, min(max_running, len(prompt_lens)))
     max_model_len = max(prompt_lens) + max_tokens + k + 1
-    pages = -(-max_model_len // config.page_size) + 1  # one spare page each, for admission
+    slots = max_model_len + config.extra_slots(k)
+    pages = -(-slots // config.page_size) + 1  # one spare page each, for admission
     return replace(
         config,
         num_draft_tokens=k,
         max_running=max_running,
         max_model_len=max_model_len,
         num_pages=pages * max_running,
-        max_batch_tokens=max(config.max_batch_tokens, max_running * (k + 1)),
+        max_batch_tokens=max(config.max_batch_tokens, max_running * config.verify_rows(k)),
     )
 
 

@@ -56,7 +56,8 @@ class PendingStep:
 class WorkResult:
     """What one step gave one request: ``num_committed`` rows became final.
 
-    ``draft_ids`` is empty when nothing was drafted.
+    ``draft_ids`` is empty when nothing was drafted; of a tree they are the nodes, row by row, and
+    ``tree_parents`` their parents' rows.
     """
 
     work: Work
@@ -64,6 +65,7 @@ class WorkResult:
     num_committed: int
     num_accepted: int
     draft_ids: tuple[int, ...]
+    tree_parents: tuple[int, ...] = ()
 
 
 class PlainSchedule:
