@@ -24,7 +24,7 @@ def describe(answer: Answer, answering: Answering) -> str:
     """A few lines of statistics for a person."""
     config, run = answering.config, answer.run
     ended = {"stop": "ended by itself", "length": "length limit", "abort": "stopped"}
-    drafts = f"K={answering.k}, " if answering.k else ""
+    drafts = f"{_drafts(answering)}, " if answering.k else ""
     lines = [
         f"answer  {len(run.output_ids)} tokens ({ended[run.finish_reason]}), {drafts}"
         f"T={config.generate.temperature:g}"
@@ -70,6 +70,7 @@ def to_json(answer: Answer, answering: Answering) -> str:
         "seed": config.seed,
         "verify": config.runtime.verify,
         "draft_mode": config.runtime.draft_mode,
+        "draft_tree": config.runtime.draft_tree,
         "tokens_per_s": run.tokens_per_s,
         "first_token_s": run.first_token_s,
         "acceptance": acceptance.to_dict() if acceptance else None,
@@ -79,6 +80,13 @@ def to_json(answer: Answer, answering: Answering) -> str:
         "speedup": answer.speedup,
     }
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _drafts(answering: Answering) -> str:
+    runtime = answering.config.runtime
+    if runtime.draft_tree == "none":
+        return f"K={answering.k}"
+    return f"{runtime.draft_tree} tree of {runtime.tree_nodes} up to K={answering.k} deep"
 
 
 def _speed(run: TimedRun) -> str:

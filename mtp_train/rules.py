@@ -125,6 +125,16 @@ def check_config(config: Config) -> None:
         check(config)
 
 
+def require_chain(config: Config, stage: str) -> None:
+    """Refuse a draft tree where figures are those of the chain that serving engines run."""
+    tree = config.runtime.draft_tree
+    if tree != "none":
+        raise ConfigError(
+            f"runtime.draft_tree={tree}: mtp {stage} works with a chain, as serving engines do; "
+            "leave it at none here, and try trees with mtp generate"
+        )
+
+
 def get_field(config: Config, path: str) -> Any:
     """The value at a dotted path such as ``data.regenerate.top_p``."""
     return functools.reduce(getattr, path.split("."), config)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mtp_train.app import dump_config
 from mtp_train.config import Config
 from mtp_train.fingerprints import run_fingerprints
+from mtp_train.rules import require_chain
 from mtp_train.run_dir import RunDirectory
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def open_stage(
     from mtp_train.console import format_duration, make_console, setup_logging
     from mtp_train.distributed import init_process_group
 
+    require_chain(config, stage)
     group = init_process_group(device=config.target.device, timeout_s=timeout_s)
     console = make_console(is_leader=group.is_leader)
     setup_logging(console, level=logging.INFO if group.is_leader else logging.WARNING)

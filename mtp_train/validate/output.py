@@ -83,6 +83,8 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
     validate = asdict(config.validate)
     for name in ("head", *_TRAINING_ONLY):
         del validate[name]
+    # A ladder is climbed with a chain: what a tree would look like decides nothing.
+    runtime = {k: v for k, v in asdict(config.runtime).items() if "tree" not in k}
     template = config.data.chat_template
     manifests = {split: run.features / split / MANIFEST_NAME for split in ("train", "validation")}
     token_set = read_fingerprint(run.data)
@@ -94,7 +96,7 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
         "dtype": dtype_name(target_dtype(config.target, device)),
         "seed": config.seed,
         "validate": validate,
-        "runtime": asdict(config.runtime) | {"device": str(device)},
+        "runtime": runtime | {"device": str(device)},
         "chat_template": sha256_file(Path(template)) if template else "",
         "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "p0_max_logprob_gap": config.features.p0_max_logprob_gap,

@@ -266,6 +266,21 @@ def test_times_are_the_engines_and_origins_are_positions_in_the_draft(tmp_path: 
     assert sum(origin > 0 for origin in origins) == sum(step.num_accepted for step in run.steps)
 
 
+@pytest.mark.parametrize("tree", ["fixed", "dynamic"])
+def test_a_tree_answers_as_the_chain_does(place: Path, tree: str) -> None:
+    config = make_config(place)
+    chain = open_answering(config, "Hi").answer(lambda event: None)
+    runtime = replace(config.runtime, draft_tree=tree)
+    answering = open_answering(replace(config, runtime=runtime), "Hi")
+    answer = answering.answer(lambda event: None)
+    assert answer.run.output_ids == chain.run.output_ids
+    assert answer.acceptance is not None
+    assert answer.acceptance.num_drafts == len(answer.run.steps) > 0
+    assert {len(step.draft_ids) for step in answer.run.steps} == {16}
+    assert f"{tree} tree of 16 up to K=3 deep" in describe(answer, answering)
+    assert json.loads(to_json(answer, answering))["draft_tree"] == tree
+
+
 def test_the_json_object_tells_each_token_apart(place: Path) -> None:
     answering = open_answering(make_config(place), "Hi")
     ids = tuple(byte_tokenizer()("aé!")["input_ids"])

@@ -163,6 +163,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             {"runtime.draft_mode": "sampled", "runtime.verify": "keyed"},
             r"runtime\.draft_mode=sampled with runtime\.verify=keyed",
         ),
+        (
+            {"runtime.draft_tree": "fixed", "runtime.tree_rates": [0.2, 0.5]},
+            r"runtime\.tree_rates=\[0\.2, 0\.5\]: .* none above the one before it",
+        ),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(
