@@ -21,14 +21,28 @@ def attend_part(
     """Attention over one part of the keys: output in q's dtype and float32 LSE ``[B, G, S]``.
 
     ``is_visible`` (bool, broadcast to ``[B, G, S, T]``; every row sees at least one key) is for
-    small parts: scores are held in full. Without it the part is unmasked.
+    small parts; without it the part is unmasked. On a GPU scores are held in full.
     """
-    if is_visible is None and q_BGSC.device.type == "cpu":
+    if q_BGSC.device.type == "cpu":
+        mask = None
+        if is_visible is not None:
+            mask = q_BGSC.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
         # torch's own fused kernel; only this operator hands out the LSE that it computes anyway.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BGSC, k_BGTC, v_BGTC
+            q_BGSC, k_BGTC, v_BGTC, attn_mask=mask
         )
         return out, lse
+    return attend_in_full(q_BGSC, k_BGTC, v_BGTC, is_visible=is_visible)
+
+
+def attend_in_full(
+    q_BGSC: torch.Tensor,
+    k_BGTC: torch.Tensor,
+    v_BGTC: torch.Tensor,
+    *,
+    is_visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`attend_part`, with float32 scores held in full; any device."""
     scores = torch.matmul(q_BGSC.float(), k_BGTC.float().transpose(-1, -2))
     scores *= q_BGSC.shape[-1] ** -0.5
     if is_visible is not None:

@@ -475,12 +475,11 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
       const bool is_masked = is_tree && start + count > prefix_len;
       alignas(64) float hidden[kKeyBlock];
       if (is_masked) {
-        const uint8_t* mask =
-            request.mask + (task.q_start + row / group) * request.block_len - prefix_len;
-        for (long j = 0; j < kKeyBlock; j++) {
-          const long key = start + j;
-          hidden[j] = key >= prefix_len && key < request.kv_len && !mask[key];
-        }
+        const long first = std::max<long>(0, prefix_len - start);  // of the block's keys in here
+        const uint8_t* mask = request.mask + (task.q_start + row / group) * request.block_len +
+                              (start - prefix_len);
+        for (long j = 0; j < kKeyBlock; j++) hidden[j] = 0.0f;
+        for (long j = first; j < count; j++) hidden[j] = 1.0f - mask[j];
       }
       float* score = scores + row * kKeyBlock;
       uint32_t* p = p_words + row * key_words;

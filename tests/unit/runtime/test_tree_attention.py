@@ -9,7 +9,7 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.attention.cpu import CpuBackend
-from runtime.attention.merge import attend_part, merge_parts
+from runtime.attention.merge import attend_in_full, attend_part, merge_parts
 from runtime.attention.sdpa import SdpaBackend
 from runtime.batch import build_tree_batch
 from runtime.kv_cache import KVPool, SlotTable
@@ -152,14 +152,17 @@ def test_a_path_is_what_a_chain_sees(backend):
     assert torch.equal(visible_rows(parents, 6)[0], torch.ones(7, 7).tril().bool())
 
 
-def test_parts_merge_into_the_whole_whatever_their_scale():
+@pytest.mark.parametrize("attend", [attend_part, attend_in_full])
+def test_parts_merge_into_the_whole_whatever_their_scale(attend):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64) * 8
     k, v = torch.randn(2, 2, 3, 40, 8, generator=generator, dtype=torch.float64).unbind()
     k[:, :, :9] *= 30  # one part outweighs the other by far, in some rows the other way round
     want = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1) @ v
-    parts = [attend_part(q.float(), k[:, :, s].float(), v[:, :, s].float(), is_visible=None)
-             for s in (slice(0, 9), slice(9, 40))]  # fmt: skip
+    parts = [
+        attend(q.float(), k[:, :, keys].float(), v[:, :, keys].float())
+        for keys in (slice(0, 9), slice(9, 40))
+    ]
     got = merge_parts(*parts[0], *parts[1])
     assert relative_error(got, want) < 1e-5
     assert torch.equal(got, merge_parts(*parts[1], *parts[0]))
@@ -171,9 +174,15 @@ def test_a_part_in_which_nothing_is_seen_adds_nothing():
     assert torch.equal(unseen, out)
 
 
-def test_the_log_sum_exp_is_natural_and_of_scaled_scores():
+@pytest.mark.parametrize("attend", [attend_part, attend_in_full])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_log_sum_exp_is_natural_and_of_scaled_scores(attend, is_masked):
     q, k, v = torch.randn(3, 1, 2, 7, 16).unbind()
+    is_visible = torch.rand(7, 7) < 0.5
+    is_visible.fill_diagonal_(True)
     scores = (q @ k.transpose(-1, -2) / 4).double()
-    for is_visible in (None, torch.ones(7, 7, dtype=torch.bool)):
-        _, lse = attend_part(q, k, v, is_visible=is_visible)
-        assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-5)
+    if is_masked:
+        scores = scores.masked_fill(~is_visible, -math.inf)
+    out, lse = attend(q, k, v, is_visible=is_visible if is_masked else None)
+    assert torch.allclose(lse.double(), scores.logsumexp(-1), atol=1e-5)
+    assert torch.allclose(out.double(), scores.softmax(-1) @ v.double(), atol=1e-5)
