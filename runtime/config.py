@@ -31,7 +31,7 @@ class EngineConfig:
     draft_tree: TreeMode = "none"  # not "none": K is the tree's depth
     tree_nodes: int = 16  # drafted tokens that one pass of the target verifies
     tree_top_k: int = 4  # dynamic: expanded per level, and children of each
-    tree_rates: tuple[float, ...] = (0.5, 0.12, 0.06, 0.04)  # fixed: how often rank r is right
+    tree_rates: tuple[float, ...] = (0.45, 0.1, 0.05, 0.04)  # fixed: how often rank r is right
     check_integrity: bool = False  # test the page accounting after every step
 
     def __post_init__(self) -> None:
