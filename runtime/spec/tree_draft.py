@@ -127,8 +127,8 @@ class FixedGrower(Grower):
             states_BSD, logits_BSW = run_level(depth, rows)
         return DraftTree(
             ids_BN=torch.cat(chosen, 1),
-            parents_BN=self._parents_1N.expand(count, -1),
-            depths_BN=self._depths_1N.expand(count, -1),
+            parents_BN=self._parents_1N.repeat(count, 1),
+            depths_BN=self._depths_1N.repeat(count, 1),
         )
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
