@@ -12,7 +12,8 @@ hidden state.
               target's own; row e-1 is the next relay state; rows after it are stale and
               overwritten next time
 
-Shape legend: B requests, K drafts, N rows, D model width, V draft vocabulary, R table rows.
+Shape legend: B requests, K drafts, N rows, D model width, V vocabulary, W draft vocabulary (V
+without a list of ids), R table rows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
 from runtime.config import DraftMode, VerifyMode
+from runtime.draft_vocab import spread_probs, to_target_ids
 from runtime.models.base import DraftModel
 from runtime.sampling import (
     SamplingTensors,
@@ -130,7 +132,7 @@ class MtpSchedule(PlainSchedule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BV = self.logits_RV.index_select(0, rows_B)
+        logits_BW = self.logits_RV.index_select(0, rows_B)
         starts = [work.start for work in works]
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -147,15 +149,15 @@ class MtpSchedule(PlainSchedule):
                     hidden_ND=hidden_BD,
                 )
                 hidden_BD = self.draft.forward(batch)
-                logits_BV = self.head.logits(hidden_BD)
+                logits_BW = self.head.logits(hidden_BD)
             if self.draft_mode == "argmax":
-                drafts.append(self._to_target_ids(argmax(logits_BV)))
+                drafts.append(self._to_target_ids(argmax(logits_BW)))
                 continue
-            probs_BV = token_probs(self._to_target_logits(logits_BV), sampling)
+            probs_BW = token_probs(logits_BW, sampling)
             positions_B = upload_ids([start + 1 + step for start in starts], self.device)
             uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)
-            drafts.append(inverse_cdf(probs_BV, uniform_B))
-            probs.append(probs_BV)
+            drafts.append(self._to_target_ids(inverse_cdf(probs_BW, uniform_B)))
+            probs.append(self._to_target_probs(probs_BW))
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def run_draft(
@@ -205,15 +207,8 @@ class MtpSchedule(PlainSchedule):
         self.hidden_RD.index_copy_(0, rows_B, hidden_BD)
         self.logits_RV.index_copy_(0, rows_B, self.head.logits(hidden_BD))
 
-    def _to_target_ids(self, draft_ids_B: torch.Tensor) -> torch.Tensor:
-        ids_V = self.head.draft_vocab_ids
-        return draft_ids_B if ids_V is None else ids_V.take(draft_ids_B)
+    def _to_target_ids(self, columns_B: torch.Tensor) -> torch.Tensor:
+        return to_target_ids(columns_B, self.head.draft_vocab_ids)
 
-    def _to_target_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Draft logits over the target's vocabulary; tokens the draft cannot propose get -inf."""
-        ids_V = self.head.draft_vocab_ids
-        if ids_V is None:
-            return logits_BV
-        shape = (logits_BV.shape[0], self.head.vocab_size)
-        full_BV = torch.full(shape, -torch.inf, dtype=logits_BV.dtype, device=logits_BV.device)
-        return full_BV.index_copy_(1, ids_V, logits_BV)
+    def _to_target_probs(self, probs_BW: torch.Tensor) -> torch.Tensor:
+        return spread_probs(probs_BW, self.head.draft_vocab_ids, vocab_size=self.head.vocab_size)
