@@ -223,6 +223,16 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True)
+class HotVocabConfig:
+    """`mtp hot-vocab`: the lists that are tried, and how long they are timed."""
+
+    sizes: tuple[int, ...] = (4096, 8192, 16384)
+    speed_prompts: int = 8  # decoded one by one, plain and with every list in turns; 0 = untimed
+    speed_tokens: int = 64
+    speed_repeats: int = 2
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -244,3 +254,4 @@ class Config:
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()
     check_render: CheckRenderConfig = CheckRenderConfig()
+    hot_vocab: HotVocabConfig = HotVocabConfig()

@@ -49,6 +49,8 @@ RANGES: tuple[Rule, ...] = (
             "preflight.max_tokens",
             "preflight.steps",
             "check_render.rows",
+            "hot_vocab.speed_tokens",
+            "hot_vocab.speed_repeats",
         ),
         lambda value: value >= 1,
         "must be at least 1",
@@ -69,6 +71,7 @@ RANGES: tuple[Rule, ...] = (
             "validate.max_prompts",
             "validate.max_further_prompts",
             "generate.k",
+            "hot_vocab.speed_prompts",
             "generate.temperature",
         ),
         lambda value: value >= 0,
@@ -174,6 +177,15 @@ def _check_rendering(config: Config) -> None:
     if settings.url:
         check_url(settings.url, "check_render.url", key_field="check_render.api_key_env")
     check_variable(settings.api_key_env, "check_render.api_key_env")
+
+
+def _check_hot_vocab(config: Config) -> None:
+    sizes = config.hot_vocab.sizes
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(
+            f"hot_vocab.sizes={list(sizes)}: name numbers of ids, each below the target's "
+            "vocabulary, as in hot_vocab.sizes=[4096,8192]"
+        )
 
 
 def _check_features(config: Config) -> None:
@@ -296,6 +308,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_data,
     _check_regeneration,
     _check_rendering,
+    _check_hot_vocab,
     _check_features,
     _check_loss,
     _check_trainer,

@@ -183,6 +183,22 @@ def _verdict(passed: bool) -> str:
     return "passed" if passed else "FAILED"
 
 
+def run_hot_vocab(config: Config) -> int:
+    """The run's head drafting from lists of frequent ids, measured against itself without one."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.hot_vocab import stage
+
+    with open_stage(config, "hot-vocab", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        report = run_on_leader(scope.group, lambda: stage.run(config, device=scope.group.device))
+        scope.console.print(stage.table(report))
+        if report.is_new:
+            scope.events.write("hot_vocab", rows=report.rows)
+        else:
+            scope.console.print("hot-vocab: measured with this head and these settings before")
+        scope.console.print(stage.describe(report, scope.run.root), markup=False, soft_wrap=True)
+    return 0
+
+
 def run_export(config: Config) -> int:
     """The run's head for serving engines, or with ``export.check`` a check of such a directory."""
     from mtp_train.distributed import run_on_leader

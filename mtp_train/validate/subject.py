@@ -86,6 +86,10 @@ class Subject:
         head.load_tensors({n: t for n, t in self.tensors.items() if n != "draft_vocab_ids"})
         return head.eval()
 
+    def with_head(self, head_path: Path) -> Subject:
+        """Another head over the same loaded target."""
+        return replace(self, head_path=head_path, _heads={}, _contract=None, _head_sha256={})
+
     def embedding(self, dtype: torch.dtype) -> torch.Tensor:
         """``[V, D]``, the target's own tensor."""
         return self.target(dtype).model.embedding_VD

@@ -39,6 +39,8 @@ def main(names: list[str]) -> int:
         "loss_memory": loss.run,
         "spec_b1_k1": lambda: spec.run(target, k=1),
         "spec_b1_k3": lambda: spec.run(target, k=3),
+        "spec_b1_hot_k1": lambda: spec.run(target, k=1, hot=True),
+        "spec_b1_hot_k3": lambda: spec.run(target, k=3, hot=True),
     }
     unknown = [name for name in names if name not in benches]
     if unknown:

@@ -97,7 +97,7 @@ def runs(plain_s: list[float], spec_s: list[float], *, steps: int, cost: CostMod
 def test_speedup_pools_medians_over_prompts_and_is_compared_with_the_model() -> None:
     cost = CostModel(c=0.25, v=0.1)
     measured = runs([1.0, 2.0, 1.0, 2.0], [0.8, 1.0, 0.8, 1.0], steps=30, cost=cost)
-    row, entry = p5._compare(measured, 2, "set")
+    row, entry = p5.compare_speed(measured, 2, "set")
     assert row.speedup == pytest.approx(6.0 / 3.6)
     assert 1.25 <= row.low <= row.speedup <= row.high <= 2.0
     assert row.low < row.high
