@@ -5,9 +5,10 @@ Rows of all requests are flattened. Shape legend: N rows, B requests, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,9 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
     hidden_ND: torch.Tensor | None = None
+    # What attention backends planned for these rows; `dataclasses.replace` keeps it, so that a head
+    # over the target's rows reads the target's plan (`AttentionBackend.plan_once`).
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def build_batch(

@@ -85,7 +85,7 @@ class LlamaModel(Model):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         """``g`` of every row, ``[N, D]``."""
-        plan = self.backend.plan(batch, table)
+        plan = self.backend.plan_once(batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype)
         x_ND = self.embed(batch.input_ids_N)
         delta_ND: torch.Tensor | None = None

@@ -12,6 +12,9 @@ hidden state.
               target's own; row e-1 is the next relay state; rows after it are stale and
               overwritten next time
 
+With K = 1 (the single-token schedule) there is no draft row between proposal and target: batch
+information is made once for the 2 B rows of both models, and the device never waits for the host.
+
 Shape legend: B requests, K drafts, N rows, D model width, V vocabulary, W draft vocabulary (V
 without a list of ids), R table rows.
 """
@@ -19,6 +22,7 @@ without a list of ids), R table rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -36,8 +40,9 @@ from runtime.sampling import (
 )
 from runtime.scheduler import StepPlan, Work
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.shift import shift_inputs
 from runtime.transfer import HostTransfer
-from runtime.verify import verify_chain
+from runtime.verify import Verified, verify_chain
 
 
 class MtpSchedule(PlainSchedule):
@@ -115,17 +120,23 @@ class MtpSchedule(PlainSchedule):
         handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, draft_ids_BK)
         self.transfer.mark("copy")
 
-        end_B1 = (verified.num_emitted_B - 1)[:, None]
-        shifted_BK1 = torch.cat([draft_ids_BK, draft_ids_BK[:, -1:]], 1)
-        shifted_BK1 = shifted_BK1.scatter(1, end_B1, verified.last_ids_B[:, None])
-        draft_hidden_ND = self.run_draft(batch, shifted_BK1.reshape(-1), hidden_ND)
-        width = draft_hidden_ND.shape[-1]
-        relay_BD = draft_hidden_ND.view(len(works), k + 1, width).gather(
-            1, end_B1[:, :, None].expand(-1, 1, width)
-        )[:, 0]
-        self._set_relay(rows_B, relay_BD)
+        draft_hidden_ND = self._extend_verified(batch, rows_B, ids_BK1, verified, hidden_ND)
         self.transfer.mark("extend")
         return PendingStep(plan, handle, hidden_ND, draft_hidden_ND, batch.q_lens, True)
+
+    def _extend_verified(
+        self,
+        batch: ForwardBatch,
+        rows_B: torch.Tensor,
+        ids_BK1: torch.Tensor,
+        verified: Verified,
+        hidden_ND: torch.Tensor,
+    ) -> torch.Tensor:
+        """The head over all of the target's rows, accepted or not; nothing asks which they are."""
+        shifted = shift_inputs(ids_BK1, verified.last_ids_B, verified.num_emitted_B)
+        draft_hidden_ND = self.run_draft(batch, shifted.ids_N, hidden_ND)
+        self._set_relay(rows_B, draft_hidden_ND.index_select(0, shifted.end_rows_B))
+        return draft_hidden_ND
 
     def propose(
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
@@ -164,18 +175,7 @@ class MtpSchedule(PlainSchedule):
         self, batch: ForwardBatch, shifted_ids_N: torch.Tensor, hidden_ND: torch.Tensor
     ) -> torch.Tensor:
         """The head over the target's own batch: ids are shifted by one, hidden states are not."""
-        return self.draft.forward(
-            ForwardBatch(
-                mode=batch.mode,
-                input_ids_N=shifted_ids_N,
-                positions_N=batch.positions_N,
-                write_slots_N=batch.write_slots_N,
-                q_lens=batch.q_lens,
-                kv_lens=batch.kv_lens,
-                table_rows=batch.table_rows,
-                hidden_ND=hidden_ND,
-            )
-        )
+        return self.draft.forward(replace(batch, input_ids_N=shifted_ids_N, hidden_ND=hidden_ND))
 
     def _extend_draft(
         self,

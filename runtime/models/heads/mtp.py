@@ -104,7 +104,7 @@ class MtpHead(DraftModel):
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
         backend, ops = self._target.backend, self._target.ops
-        plan = backend.plan(batch, table)
+        plan = backend.plan_once(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask:
             is_first = (batch.positions_N == 0)[:, None]
