@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -165,7 +165,7 @@ def open_answering(config: Config, prompt: str) -> Answering:
         )
         return Engine(
             target.model,
-            config=fitted,
+            config=replace(fitted, draft_length=config.runtime.draft_length),
             eos_token_ids=target.eos_token_ids,
             draft=subject.head(dtype) if k else None,
         )

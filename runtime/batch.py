@@ -41,10 +41,10 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
-    hidden_ND: torch.Tensor | None = None
     # What attention backends planned for these rows; `dataclasses.replace` keeps it, so that a head
     # over the target's rows reads the target's plan (`AttentionBackend.plan_once`).
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    hidden_ND: torch.Tensor | None = None
 
 
 def build_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+DraftLength = Literal["pinned", "measured"]
 VerifyMode = Literal["greedy", "keyed", "rejection"]
 DraftMode = Literal["argmax", "sampled"]
 
@@ -27,6 +28,7 @@ class EngineConfig:
     verify: VerifyMode = "keyed"
     draft_mode: DraftMode = "argmax"
     check_integrity: bool = False  # test the page accounting after every step
+    draft_length: DraftLength = "pinned"  # measured: 0, 1 or K per step, whichever is fastest
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "max_running", "max_model_len", "max_batch_tokens"):

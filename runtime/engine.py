@@ -7,6 +7,7 @@ EOS, stop strings and lengths, and frees what is finished. Host lengths are exac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
@@ -26,8 +27,9 @@ from runtime.request import (
     TokenEvent,
     check_request,
 )
-from runtime.scheduler import Scheduler
+from runtime.scheduler import Scheduler, decode_load
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.choose import LengthChooser, row_tile
 from runtime.spec.mtp import MtpSchedule
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
@@ -96,6 +98,10 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host
+        if config.draft_length == "measured" and config.num_draft_tokens:
+            self.scheduler.chooser = LengthChooser(
+                longest=config.num_draft_tokens, tile=row_tile(target.device)
+            )
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -256,6 +262,7 @@ class Engine:
         the ids of this one (speculation hides its wait behind the draft instead); then the events
         come one call later.
         """
+        started = time.perf_counter()
         current, self._in_flight = self._in_flight, None
         if current is not None:
             following = self.scheduler.look_ahead(current.plan)
@@ -266,7 +273,9 @@ class Engine:
             if self.transfer.is_async and self.schedule.may_look_ahead and current.is_plain_decode:
                 self._in_flight = current
                 return []
-        events = self._commit(current, self.schedule.collect(current))
+        results = self.schedule.collect(current)
+        self._learn(current, results, time.perf_counter() - started)
+        events = self._commit(current, results)
         if self._in_flight is not None and not self.scheduler.running:
             self._in_flight = None  # everybody has ended: nobody wants these tokens
         if self.config.check_integrity:
@@ -321,6 +330,18 @@ class Engine:
                 )
             )
         return events
+
+    def _learn(self, pending: PendingStep, results: Sequence[WorkResult], seconds: float) -> None:
+        """Tell the chooser of draft lengths, where there is one, what this decode step took."""
+        chooser, plan = self.scheduler.chooser, pending.plan
+        if chooser is None or not plan.is_decode_only:
+            return
+        chooser.observe(
+            plan.num_draft_tokens,
+            decode_load(plan.works),
+            seconds=seconds,
+            accepted=[result.num_accepted for result in results],
+        )
 
     def _append(self, state: RequestState, new_ids: Sequence[int]) -> int:
         """Append new tokens up to the first that ends the request; returns how many were kept."""

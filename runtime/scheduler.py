@@ -9,10 +9,12 @@ recomputed later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.kv_cache import OutOfPagesError, SlotTable
 from runtime.request import Phase, RequestState
+from runtime.spec.choose import LengthChooser, Load
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class StepPlan:
     num_draft_tokens: int
 
 
+def decode_load(works: Sequence[Work]) -> Load:
+    """What a decode-only step over ``works`` runs over."""
+    return Load(len(works), sum(work.start + 1 for work in works))
+
+
 class Scheduler:
     """Owns the waiting queue, the running list and the slot table's rows."""
 
@@ -58,6 +65,7 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         self.num_preemptions = 0
+        self.chooser: LengthChooser | None = None  # none: always as many drafts as fit
 
     @property
     def has_work(self) -> bool:
@@ -97,11 +105,10 @@ class Scheduler:
                 budget -= count
         assert works, "nothing can run although requests are waiting"
         is_decode_only = len(works) == len(decoding)
-        longest = max((state.committed for state in decoding), default=0)
         return StepPlan(
             works=tuple(works),
             is_decode_only=is_decode_only,
-            num_draft_tokens=self._clip(longest) if is_decode_only else 0,
+            num_draft_tokens=self._draft_length(works) if is_decode_only else 0,
         )
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
@@ -129,7 +136,7 @@ class Scheduler:
             except OutOfPagesError:
                 return None
             works.append(Work(state, start, 1, samples=True))
-        if not works:
+        if not works or self._draft_length(works):
             return None
         return StepPlan(tuple(works), is_decode_only=True, num_draft_tokens=0)
 
@@ -181,3 +188,10 @@ class Scheduler:
             self.table.reserve(state.row, self._rows_reserved(state))
             state.phase = Phase.PREFILL
             self.running.append(state)
+
+    def _draft_length(self, works: Sequence[Work]) -> int:
+        """K of a decode-only step: what was chosen, as far as the longest request has room."""
+        k = self._clip(max(work.start for work in works))
+        if self.chooser is None:
+            return k
+        return min(k, self.chooser.choose(decode_load(works)))
