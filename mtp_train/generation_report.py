@@ -47,7 +47,7 @@ def describe(answer: Answer, answering: Answering) -> str:
             f"{answer.acceptance.num_drafts} steps; accepted by position {rates}"
         )
     if answering.k and config.runtime.draft_length == "measured":
-        lines.append(f"drafted {_drafted(answer, answering)}")
+        lines.append(f"chosen  {_chosen(answer, answering)}")
     return "\n".join(lines)
 
 
@@ -84,14 +84,14 @@ def to_json(answer: Answer, answering: Answering) -> str:
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
-def _drafted(answer: Answer, answering: Answering) -> str:
+def _chosen(answer: Answer, answering: Answering) -> str:
     """How many steps drafted how much, and the last reason for it."""
     counts = Counter(len(step.draft_ids) for step in answer.run.steps)
     emitted = sum(step.num_accepted + 1 for step in answer.run.steps)
     counts[0] += max(0, len(answer.run.output_ids) - 1 - emitted)  # steps without a draft
     assert answering.draft_engine is not None, "nothing drafts without a draft engine"
     chooser = answering.draft_engine.scheduler.chooser
-    steps = ", ".join(f"{k} tokens in {counts[k]} steps" for k in sorted(counts) if counts[k])
+    steps = ", ".join(f"K={k} in {counts[k]} steps" for k in sorted(counts) if counts[k])
     reason = f"; {chooser.choices[-1].reason}" if chooser and chooser.choices else ""
     return steps + reason
 

@@ -139,7 +139,9 @@ class LengthChooser:
                 f"K={k} {self._worth(k, load):.0f} tokens/s ({rows} rows paid as "
                 f"{paid_rows(rows, self.tile)}, {self.emitted(k):.2f} tokens per step)"
             )
-        return f"{load.num_requests} requests, {load.context_tokens} tokens: {', '.join(parts)}"
+        return (
+            f"batch {load.num_requests}, context {load.context_tokens} tokens: {', '.join(parts)}"
+        )
 
     def emitted(self, k: int) -> float:
         """Tokens that a step with K drafts is expected to give one request."""

@@ -19,7 +19,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, loss, spec, train
+from tests.bench import decode, dump, host, loss, spec, train
 from tests.bench.harness import BenchResult
 
 RESULTS = Path("runs/bench/results.json")
@@ -39,6 +39,10 @@ def main(names: list[str]) -> int:
         "loss_memory": loss.run,
         "spec_b1_k1": lambda: spec.run(target, k=1),
         "spec_b1_k3": lambda: spec.run(target, k=3),
+        "host_plain_b1": lambda: host.run(target, batch=1, k=0),
+        "host_plain_b16": lambda: host.run(target, batch=16, k=0),
+        "host_mtp1_b1": lambda: host.run(target, batch=1, k=1),
+        "host_mtp1_b16": lambda: host.run(target, batch=16, k=1),
         "spec_b1_hot_k1": lambda: spec.run(target, k=1, hot=True),
         "spec_b1_hot_k3": lambda: spec.run(target, k=3, hot=True),
     }

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,24 @@ def test_figures_are_those_of_the_engine(place: Path) -> None:
     assert answer.first_difference is None
     assert not answer.interrupted
     assert "; the same tokens" in describe(answer, answering)
+
+
+def test_a_measured_draft_length_changes_the_steps_and_not_the_text(place: Path) -> None:
+    config = make_config(place, k=3, max_tokens=60)
+    pinned = open_answering(config, "Hi").answer(lambda event: None)
+    measured = replace(config, runtime=replace(config.runtime, draft_length="measured"))
+    answering = open_answering(measured, "Hi")
+    answer = answering.answer(lambda event: None)
+    assert answer.run.output_ids == pinned.run.output_ids
+    lengths = Counter(len(step.draft_ids) for step in answer.run.steps)
+    emitted = sum(step.num_accepted + 1 for step in answer.run.steps)
+    lengths[0] = len(answer.run.output_ids) - 1 - emitted  # the first comes from prefill
+    assert set(lengths) <= {0, 1, 3}
+    assert lengths[3] < len(pinned.run.steps)
+    text = describe(answer, answering)
+    for k in (k for k in lengths if lengths[k]):
+        assert f"K={k} in {lengths[k]} steps" in text
+    assert "chosen" not in describe(pinned, open_answering(config, "Hi"))
 
 
 def test_the_plain_run_has_as_many_tokens_even_where_it_would_have_ended(place: Path) -> None:

@@ -141,7 +141,7 @@ def test_changes_are_logged_with_their_reason(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO, logger=choose.__name__):
         world.run(Load(32, 4096), steps=100)
     (line,) = [record.message for record in caplog.records]
-    assert "K = 1 from now on: 32 requests, 4096 tokens" in line
+    assert "K = 1 from now on: batch 32, context 4096 tokens" in line
     assert "K=1" in line
     assert "64 rows paid as 64" in line
     assert "128 rows paid as 128" in line
