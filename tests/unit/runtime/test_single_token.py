@@ -20,6 +20,7 @@ from runtime.scheduler import StepPlan
 from runtime.spec import mtp
 from runtime.spec.base import Runner
 from runtime.spec.mtp import MtpSchedule
+from runtime.spec.shift import ShiftedInputs, shift_inputs_torch
 from runtime.transfer import HostTransfer
 from tests.unit.runtime.engine_fixtures import (
     check_draft_state,
@@ -249,3 +250,61 @@ def test_a_batch_that_differs_gets_a_plan_of_its_own(target: Target) -> None:
         replace(batch, mode=BatchMode.PREFILL),
     ):
         assert backend.plan_once(other, engine.table) is not plan
+
+
+# -- mutants: the output is repaired by verification, the draft's state is not ---------------------
+
+
+def token_one_row_late(
+    ids: torch.Tensor, last: torch.Tensor, emitted: torch.Tensor
+) -> ShiftedInputs:
+    right = shift_inputs_torch(ids, last, emitted)
+    late = shift_inputs_torch(ids, last, (emitted + 1).clamp_max(ids.shape[1]))
+    return ShiftedInputs(late.ids_N, right.end_rows_B)
+
+
+def relay_from_the_last_row(
+    ids: torch.Tensor, last: torch.Tensor, emitted: torch.Tensor
+) -> ShiftedInputs:
+    right = shift_inputs_torch(ids, last, emitted)
+    all_rows = torch.full_like(emitted, ids.shape[1])
+    return ShiftedInputs(right.ids_N, shift_inputs_torch(ids, last, all_rows).end_rows_B)
+
+
+def ids_not_shifted(ids: torch.Tensor, last: torch.Tensor, emitted: torch.Tensor) -> ShiftedInputs:
+    right = shift_inputs_torch(ids, last, emitted)
+    return ShiftedInputs(ids.reshape(-1), right.end_rows_B)
+
+
+@pytest.mark.parametrize("mutant", [token_one_row_late, relay_from_the_last_row, ids_not_shifted])
+def test_mutants_of_the_shift_keep_the_output_and_fail_the_recompute(
+    target: Target, monkeypatch: pytest.MonkeyPatch, mutant: Any
+) -> None:
+    requests = make_requests(4, ignore_eos=True)
+    want = [g.output_ids for g in make_engine(target).generate(requests)]
+    monkeypatch.setattr(mtp, "shift_inputs", mutant)
+
+    def build() -> Engine:
+        return make_engine(target, random_head(target), num_draft_tokens=1)
+
+    assert [g.output_ids for g in build().generate(requests)] == want
+    with pytest.raises(AssertionError, match="is off by"):
+        run_stepwise(build(), requests, after_step=check_draft_state)
+
+
+def test_mutant_a_plan_that_is_kept_for_the_next_step_changes_the_output(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(2, ignore_eos=True)
+    want = [g.output_ids for g in make_engine(target).generate(requests)]
+    kept: dict[Any, Any] = {}
+
+    def stale(self: AttentionBackend, batch: ForwardBatch, table: Any) -> Any:
+        key = (id(table), batch.mode, batch.q_lens)
+        if key not in kept:
+            kept[key] = self.plan(batch, table)
+        return kept[key]
+
+    monkeypatch.setattr(AttentionBackend, "plan_once", stale)
+    engine = make_engine(target, random_head(target), num_draft_tokens=1)
+    assert [g.output_ids for g in engine.generate(requests)] != want
