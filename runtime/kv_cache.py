@@ -126,6 +126,25 @@ class SlotTable:
                 self._runs[row] += 1
             held.append(page)
 
+    def page_ids(self, row: int) -> np.ndarray:
+        """The pages that ``row`` holds, in order (int64, host)."""
+        count = len(self._pages[row])
+        return self.host_slots_RT[row, : count * self.page_size : self.page_size] // self.page_size
+
+    def adopt(self, row: int, pages: np.ndarray) -> None:
+        """Hold exactly ``pages``, which another process allocated for its own ``row``.
+
+        A table is either allocated from or told: the allocator here is not asked.
+        """
+        if np.array_equal(self.page_ids(row), pages):
+            return
+        slots = (pages[:, None] * self.page_size + self._page_offsets).ravel()
+        stop = min(slots.size, self.host_slots_RT.shape[1])
+        self.host_slots_RT[row, :stop] = slots[:stop]
+        self._pages[row] = pages.tolist()
+        breaks = np.flatnonzero(np.diff(pages) != 1)
+        self._runs[row] = int(breaks[0]) + 1 if breaks.size else len(pages)
+
     def contiguous_start(self, row: int, length: int) -> int | None:
         """First slot if the first ``length`` tokens lie in one run of slots, else ``None``."""
         if self._runs[row] * self.page_size >= length:
