@@ -26,10 +26,11 @@ from runtime.request import (
     TokenEvent,
     check_request,
 )
-from runtime.scheduler import Scheduler
+from runtime.scheduler import Scheduler, StepPlan
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
 from runtime.spec.mtp import MtpSchedule
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
+from runtime.team import team_for
 from runtime.transfer import HostTransfer, transfer_for
 
 HiddenSink = Callable[[HiddenRows], None]
@@ -77,6 +78,7 @@ class Engine:
             num_draft_tokens=config.num_draft_tokens,
         )
         self.transfer = transfer or transfer_for(target.device)
+        self.team = team_for(target, self.table, config)
         num_slots = config.num_pages * config.page_size
         runner = Runner(target, target.new_pool(num_slots), self.table)
         self.schedule: PlainSchedule
@@ -240,11 +242,31 @@ class Engine:
             parts = []
             for start in range(0, len(ids) - 1, _SCORE_ROWS):
                 stop = min(start + _SCORE_ROWS, len(ids) - 1)
-                logits_MV = self.target.logits(rows.hidden_TD[start:stop]).float()
+                logits_MV = self.logits(rows.hidden_TD[start:stop]).float()
                 next_ids = ids[start + 1 : stop + 1, None]
                 parts.append(logits_MV.log_softmax(-1).gather(1, next_ids)[:, 0])
             scores[int(rows.key)] = torch.cat(parts) if parts else torch.empty(0)
         return [scores[index] for index in range(len(sequences))]
+
+    @torch.inference_mode()
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """The target's logits ``[M, V]`` of rows of its states, on every number of ranks."""
+        return self.team.logits(hidden_MD)
+
+    # -- several ranks ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Where the target is spread over ranks, all but the first call this: it computes this
+        rank's part of whatever the first one is asked, until that calls :meth:`dismiss`.
+
+        Every rank builds its engine with the same arguments.
+        """
+        self.team.follow(self.schedule)
+
+    def dismiss(self) -> None:
+        """Let the other ranks return from :meth:`follow`; does nothing on one process."""
+        self.team.dismiss()
 
     # -- the step loop ----------------------------------------------------------------------------
 
@@ -260,9 +282,9 @@ class Engine:
         if current is not None:
             following = self.scheduler.look_ahead(current.plan)
             if following is not None:
-                self._in_flight = self.schedule.enqueue(following)
+                self._in_flight = self._enqueue(following)
         else:
-            current = self.schedule.enqueue(self.scheduler.schedule())
+            current = self._enqueue(self.scheduler.schedule())
             if self.transfer.is_async and self.schedule.may_look_ahead and current.is_plain_decode:
                 self._in_flight = current
                 return []
@@ -272,6 +294,10 @@ class Engine:
         if self.config.check_integrity:
             self.table.check()
         return events
+
+    def _enqueue(self, plan: StepPlan) -> PendingStep:
+        self.team.tell_step(plan)
+        return self.schedule.enqueue(plan)
 
     def _run(self, states: Sequence[RequestState]) -> Iterator[RequestState]:
         """Step until all of ``states`` are finished; yields each as it finishes."""

@@ -121,6 +121,7 @@ class PlainSchedule:
                 upload_ids(positions, self.device),
                 Stream.TARGET,
             )
+            self.agree(new_ids_M)
             table_rows = upload_ids([work.state.row for work in sampled], self.device)
             self.last_ids_R.index_copy_(0, table_rows, new_ids_M)
         else:
@@ -140,6 +141,15 @@ class PlainSchedule:
     ) -> torch.Tensor | None:
         """Hook: fill the draft's K/V over the target's rows. Plain decoding has no draft."""
         return None
+
+    def agree(self, *drawn: torch.Tensor) -> None:
+        """Overwrite what this rank drew with what the leader drew; call it before it is used.
+
+        Gathered logits are the same on every rank, but not every kernel that draws from them is
+        deterministic. On one process nothing happens.
+        """
+        for ids in drawn:
+            self.target.model.group.broadcast(ids)
 
     def sampling(self, works: Sequence[Work]) -> SamplingTensors:
         """Sampling tensors of these requests, rebuilt only when the batch changes."""

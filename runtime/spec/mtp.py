@@ -109,6 +109,7 @@ class MtpSchedule(PlainSchedule):
             upload_ids([start + 1 for start in starts], self.device),
             draft_probs_BKV=draft_probs_BKV,
         )
+        self.agree(verified.last_ids_B, verified.num_emitted_B)
         self.last_ids_R.index_copy_(0, rows_B, verified.last_ids_B)
         handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, draft_ids_BK)
         self.transfer.mark("copy")
@@ -150,11 +151,13 @@ class MtpSchedule(PlainSchedule):
                 logits_BV = self.head.logits(hidden_BD)
             if self.draft_mode == "argmax":
                 drafts.append(self._to_target_ids(argmax(logits_BV)))
+                self.agree(drafts[-1])
                 continue
             probs_BV = token_probs(self._to_target_logits(logits_BV), sampling)
             positions_B = upload_ids([start + 1 + step for start in starts], self.device)
             uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)
             drafts.append(inverse_cdf(probs_BV, uniform_B))
+            self.agree(drafts[-1])
             probs.append(probs_BV)
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
