@@ -111,6 +111,7 @@ class FeaturesConfig:
     codec: Codec = "bf16"
     shard_tokens: int = 65536
     max_batch_tokens: int = 2048
+    tensor_parallel: int = 1  # ranks that share one copy of the target during the dump
     p0_samples_per_shard: int = 2
     p0_rows_per_sample: int = 32  # the last rows of each sample; decoded step by step
     p0_references: tuple[Literal["decode", "huggingface"], ...] = ("decode", "huggingface")

@@ -24,6 +24,7 @@ RANGES: tuple[Rule, ...] = (
         (
             "features.shard_tokens",
             "features.max_batch_tokens",
+            "features.tensor_parallel",
             "features.p0_samples_per_shard",
             "features.p0_rows_per_sample",
             "loss.num_unroll_steps",
@@ -181,6 +182,12 @@ def _check_features(config: Config) -> None:
         raise ConfigError(
             "features.p0_references=[]: name decode, huggingface or both; without a reference "
             "nothing checks that the stored states are the target's"
+        )
+    width, source = config.features.tensor_parallel, config.features.source
+    if width > 1 and source != "runtime":
+        raise ConfigError(
+            f"features.tensor_parallel={width} with features.source={source}: only the runtime "
+            "spreads a target over ranks; set features.source=runtime"
         )
 
 
