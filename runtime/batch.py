@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,13 @@ class ForwardBatch:
     Row ``i`` of request ``b`` sits at position ``kv_lens[b] - q_lens[b] + i``; its K/V go to the
     slot that the slot table holds for (``table_rows[b]``, position). ``hidden_ND`` is the draft
     head's second input.
+
+    Rows of a draft tree (``visible_BSJ``, bool): the last J of the ``kv_lens[b]`` slots are a block
+    of tree rows, of which the S new ones come last; row ``s`` sees the prefix before the block and
+    the block rows that ``visible_BSJ[b, s]`` names. Slots then count rows, positions count tokens.
+
+    ``attention_plan`` is what the attention backend made beforehand, where a forward is captured
+    into a graph; its ``plan`` then returns this object.
     """
 
     mode: BatchMode
@@ -41,6 +49,8 @@ class ForwardBatch:
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
     hidden_ND: torch.Tensor | None = None
+    visible_BSJ: torch.Tensor | None = None
+    attention_plan: Any = None
 
 
 def build_batch(
