@@ -7,6 +7,8 @@ from typing import Literal
 
 VerifyMode = Literal["greedy", "keyed", "rejection"]
 DraftMode = Literal["argmax", "sampled"]
+AttentionChoice = Literal["auto", "sdpa", "flashinfer"]
+AttentionKernel = Literal["auto", "fa2", "fa3", "xqa"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class EngineConfig:
     """Settings of one :class:`runtime.engine.Engine`.
 
     Lengths and capacities are in tokens. ``num_pages`` bounds K/V memory: target and draft each
-    own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's.
+    own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's;
+    ``attention`` and ``attention_kernel`` are read where a target is loaded.
     """
 
     num_threads: int = 0  # CPU threads; 0 = one per physical core
@@ -26,6 +29,9 @@ class EngineConfig:
     num_draft_tokens: int = 0  # K; 0 = plain decoding even when a head is loaded
     verify: VerifyMode = "keyed"
     draft_mode: DraftMode = "argmax"
+    attention: AttentionChoice = "auto"  # on a GPU: FlashInfer where it can run, else SDPA
+    attention_kernel: AttentionKernel = "auto"  # FlashInfer's; auto is FA3 on Hopper, else FA2
+    cuda_graphs: bool = False  # decoding, verification and draft loop as recorded graphs
     check_integrity: bool = False  # test the page accounting after every step
 
     def __post_init__(self) -> None:
@@ -50,4 +56,9 @@ class EngineConfig:
             raise ValueError(
                 f"runtime.max_model_len={self.max_model_len}: one request must fit into "
                 f"num_pages * page_size = {self.num_pages * self.page_size} slots"
+            )
+        if self.attention_kernel == "xqa" and self.page_size not in (16, 32, 64, 128):
+            raise ValueError(
+                f"runtime.page_size={self.page_size} with runtime.attention_kernel=xqa: it has "
+                "pages of 16, 32, 64 or 128 slots"
             )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 
 from runtime.config import EngineConfig
+from runtime.cuda_graph import GraphRecorder
 from runtime.kv_cache import SlotTable
 from runtime.models.base import DraftModel, Model
 from runtime.request import (
@@ -27,8 +28,9 @@ from runtime.request import (
     check_request,
 )
 from runtime.scheduler import Scheduler
-from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.base import PendingStep, PlainSchedule, WorkResult
 from runtime.spec.mtp import MtpSchedule
+from runtime.spec.runners import RunnerFactory
 from runtime.stopping import Detokenizer, hits_stop_string, visible_text
 from runtime.transfer import HostTransfer, transfer_for
 
@@ -53,6 +55,7 @@ class Engine:
         tokenizer: Detokenizer | None = None,
         draft: DraftModel | None = None,
         transfer: HostTransfer | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         if config.num_draft_tokens and draft is None:
             raise ValueError(
@@ -77,8 +80,8 @@ class Engine:
             num_draft_tokens=config.num_draft_tokens,
         )
         self.transfer = transfer or transfer_for(target.device)
-        num_slots = config.num_pages * config.page_size
-        runner = Runner(target, target.new_pool(num_slots), self.table)
+        runners = RunnerFactory(config, self.table, recorder)
+        runner = runners.make(target)
         self.schedule: PlainSchedule
         if draft is None:
             self.schedule = PlainSchedule(
@@ -87,7 +90,7 @@ class Engine:
         else:
             self.schedule = MtpSchedule(
                 runner,
-                Runner(draft, draft.new_pool(num_slots), self.table),
+                runners.make(draft),
                 num_rows=config.max_running,
                 transfer=self.transfer,
                 verify=config.verify,

@@ -1,8 +1,8 @@
 """FlashInfer's paged attention on a GPU: prompts, decoding, chain verification, draft trees.
 
 A forward is planned once on the host (``plan``: the page layout) and once per shape of heads, by
-the first layer that runs (the kernel's own plan: how work is split). Target and draft head run over
-the same rows one after the other and share both plans.
+the first layer that runs (the kernel's own plan: how work is split). A target and a head of one
+shape may run over one plan, one after the other.
 
 K/V are scattered by slot before the kernel runs, as in every backend. For a captured graph
 ``graph_plan`` makes a plan whose wrapper reads its layout from fixed memory, and ``update``
@@ -45,26 +45,10 @@ class FlashInferPlan:
     layout: PagedLayout
     is_decode: bool
     write_slots_N: torch.Tensor
-    source: ForwardBatch | None = None
     buffers: LayoutBuffers | None = None
     xqa: XqaPlan | None = None
     tree: TreePlan | None = None
     wrappers: dict[HeadShape, Wrapper] = field(default_factory=dict)
-
-    def covers(self, batch: ForwardBatch) -> bool:
-        """Whether ``batch`` has the very rows this was made for.
-
-        Slots are compared by identity: equal lengths over other pages are another layout.
-        """
-        mine = self.source
-        return (
-            mine is not None
-            and batch.write_slots_N is mine.write_slots_N
-            and batch.visible_BSJ is mine.visible_BSJ
-            and batch.mode is mine.mode
-            and batch.q_lens == mine.q_lens
-            and batch.kv_lens == mine.kv_lens
-        )
 
 
 class FlashInferBackend(AttentionBackend):
@@ -87,15 +71,12 @@ class FlashInferBackend(AttentionBackend):
         self._wrappers = Wrappers(module, device=device, kernel=kernel, new_event=new_event)
         self._tree = TreeAttention(self._wrappers)
         self._xqa = XqaAttention(module, device=device) if use_xqa else None
-        self._last: FlashInferPlan | None = None
 
     def plan(self, batch: ForwardBatch, table: SlotTable) -> FlashInferPlan:
         if batch.attention_plan is not None:
             assert isinstance(batch.attention_plan, FlashInferPlan)
             return batch.attention_plan
-        if self._last is None or not self._last.covers(batch):
-            self._last = self._new_plan(batch, table)
-        return self._last
+        return self._new_plan(batch, table)
 
     def run(
         self,
@@ -167,7 +148,6 @@ class FlashInferBackend(AttentionBackend):
             layout,
             is_decode=batch.mode is BatchMode.DECODE and max(batch.q_lens) == 1,
             write_slots_N=batch.write_slots_N,
-            source=batch,
         )
         if batch.visible_BSJ is not None:
             plan.tree = self._tree.plan(batch, table)

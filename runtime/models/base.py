@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
 
@@ -19,6 +20,7 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
+    backend: AttentionBackend | None = None  # what it attends through, where graphs may record it
 
     @abstractmethod
     def new_pool(self, num_slots: int) -> KVPool:

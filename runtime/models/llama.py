@@ -29,6 +29,8 @@ class LlamaModel(Model):
     more than the weights themselves. ``pack=None`` asks :func:`runtime.cpu.can_pack`.
     """
 
+    backend: AttentionBackend
+
     def __init__(
         self,
         config: ModelConfig,

@@ -17,8 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.attention.base import AttentionBackend
+from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
+from runtime.config import AttentionChoice, AttentionKernel
 from runtime.cpu_kernels import MAX_GROUP, load_kernels
 from runtime.files import sha256_file, write_atomic
 from runtime.models.config import ModelConfig, load_config
@@ -54,14 +56,18 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend | None = None,
+    attention: AttentionChoice = "auto",
+    attention_kernel: AttentionKernel = "auto",
     use_kernels: bool = True,
     cache_dir: Path | None = None,
 ) -> Target:
     """Resolve, check and load a target.
 
     ``path``: a Hugging Face directory, a ``.gguf`` file or a built-in name. On a CPU the fused
-    kernels are used unless ``use_kernels`` is false or they cannot be built; ``backend`` overrides
-    the choice of attention alone. ``cache_dir`` defaults to :func:`default_cache_dir`.
+    kernels are used unless ``use_kernels`` is false or they cannot be built. ``attention`` and
+    ``attention_kernel`` choose on a GPU (:func:`runtime.attention.choice.choose_gpu_backend`);
+    ``backend`` overrides the choice of attention alone. ``cache_dir`` defaults to
+    :func:`default_cache_dir`.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -76,7 +82,13 @@ def load_target(
     if kernels is not None and config.num_heads // config.num_kv_heads > MAX_GROUP:
         logger.warning("more than %d query heads per key head: no fused kernels", MAX_GROUP)
         kernels = None
-    if backend is None:
+    if backend is None and device.type == "cuda":
+        backend = choose_gpu_backend(
+            attention, attention_kernel, device=device, dtype=dtype, head_dim=config.head_dim
+        )
+    elif backend is None:
+        if attention == "flashinfer":
+            raise ValueError(f"runtime.attention=flashinfer on {device}: it needs a CUDA device")
         backend = SdpaBackend() if kernels is None else CpuBackend(kernels)
     model = LlamaModel(
         config, take, backend=backend, ops=kernels or TorchOps(), dtype=dtype, device=device

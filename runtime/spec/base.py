@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
+from runtime.cuda_graph import DraftLoopGraphs, ForwardGraphs
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import Model
 from runtime.request import Phase, SamplingParams
@@ -31,8 +32,15 @@ class Runner:
     model: Model
     pool: KVPool
     table: SlotTable
+    graphs: ForwardGraphs | None = None
+    draft_loop: DraftLoopGraphs | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states ``[N, D]``, from a graph where one is recorded for such a batch."""
+        if self.graphs is not None:
+            hidden_ND = self.graphs.forward(batch)
+            if hidden_ND is not None:
+                return hidden_ND
         return self.model.forward(batch, self.table, self.pool)
 
 

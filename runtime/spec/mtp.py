@@ -132,6 +132,13 @@ class MtpSchedule(PlainSchedule):
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
         logits_BV = self.logits_RV.index_select(0, rows_B)
         starts = [work.start for work in works]
+        if self.draft.draft_loop is not None and self.draft_mode == "argmax":
+            table_rows = [work.state.row for work in works]
+            draft_ids_BK = self.draft.draft_loop.propose(
+                hidden_BD, logits_BV, table_rows=table_rows, starts=starts, k=k
+            )
+            if draft_ids_BK is not None:
+                return draft_ids_BK, None
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(k):

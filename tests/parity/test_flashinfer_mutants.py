@@ -129,21 +129,22 @@ def masks_highest_bit_first(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def same_plan_for_equal_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    def covers(self: FlashInferPlan, batch: Any) -> bool:
-        return self.source is not None and self.source.kv_lens == batch.kv_lens
+def keep_plans(key: Callable[[Any], Any]) -> Patch:
+    """A plan is used again for a batch with the same key (K/V are written right)."""
 
-    monkeypatch.setattr(FlashInferPlan, "covers", covers)
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = FlashInferBackend.plan
+        kept: dict[Any, FlashInferPlan] = {}
 
+        def changed(self: FlashInferBackend, batch: Any, table: Any) -> FlashInferPlan:
+            if key(batch) not in kept:
+                kept[key(batch)] = plan(self, batch, table)
+            kept[key(batch)].write_slots_N = batch.write_slots_N
+            return kept[key(batch)]
 
-def plan_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    def covers(self: FlashInferPlan, batch: Any) -> bool:
-        if self.source is None or self.source.q_lens != batch.q_lens:
-            return False
-        self.write_slots_N = batch.write_slots_N  # K/V go to the right place all the same
-        return True
+        monkeypatch.setattr(FlashInferBackend, "plan", changed)
 
-    monkeypatch.setattr(FlashInferPlan, "covers", covers)
+    return patch
 
 
 def no_wait_before_planning_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +196,8 @@ MUTANTS: dict[str, tuple[Patch, Case, dict[str, Any]]] = {
     "natural logarithm": (natural_lse, tree_rows, {}),
     "elements for bytes": (elements_for_bytes, tree_rows, {}),
     "mask bits in another order": (masks_highest_bit_first, tree_rows, {}),
-    "plan of the step before": (plan_of_the_step_before, verify_steps, {}),
-    "plan of other pages": (same_plan_for_equal_lengths, verify_after_a_swap, {}),
+    "plan of the step before": (keep_plans(lambda batch: batch.q_lens), verify_steps, {}),
+    "plan of other pages": (keep_plans(lambda batch: batch.kv_lens), verify_after_a_swap, {}),
     "planned while being copied": (no_wait_before_planning_again, decode_steps, IN_FLIGHT),
     "XQA mask without the row itself": (xqa_mask_without_itself, verify_steps, XQA),
 }

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
+from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu import Linear
 from runtime.head_spec import HeadSpec, check_head_tensors
@@ -35,6 +36,8 @@ class MtpHead(DraftModel):
     ``draft_vocab_ids[j]``. Its rows of the target's head are copied (``W * D`` elements).
     """
 
+    backend: AttentionBackend
+
     def __init__(
         self, spec: HeadSpec, tensors: Mapping[str, torch.Tensor], target: LlamaModel
     ) -> None:
@@ -43,6 +46,7 @@ class MtpHead(DraftModel):
         self.spec = spec
         self.device = target.device
         self.dtype = target.dtype
+        self.backend = target.backend
         self.vocab_size = target.vocab_size
         self.width = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
@@ -103,7 +107,7 @@ class MtpHead(DraftModel):
         Feed it back as ``hidden_ND`` of the next step, or give rows of it to :meth:`logits`.
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
-        backend, ops = self._target.backend, self._target.ops
+        backend, ops = self.backend, self._target.ops
         plan = backend.plan(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask:

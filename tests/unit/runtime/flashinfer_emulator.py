@@ -157,7 +157,7 @@ def emulate(
         def take_layout(self, planned: dict[str, Any]) -> None:
             qo, kv = planned["qo_indptr"], planned["paged_kv_indptr"]
             last, pages = planned["paged_kv_last_page_len"], planned["paged_kv_indices"]
-            rows = int(qo[-1])
+            self.num_rows = rows = int(qo[-1])
             if self.is_graph:
                 self.max_rows = self.max_rows or rows
                 assert rows <= self.max_rows, "more rows than the first plan in graph mode"
@@ -189,7 +189,7 @@ def emulate(
                 self.mask, self.mask_starts = packed.clone(), starts
 
         def attend(self, given: dict[str, Any], planned: dict[str, Any]) -> Any:
-            assert len(given["q"]) == int(planned["qo_indptr"][-1]), "run with other rows"
+            assert len(given["q"]) == self.num_rows, "run with other rows"
             return self.attention(
                 given,
                 planned,

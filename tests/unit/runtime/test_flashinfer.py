@@ -85,14 +85,19 @@ def test_planning_never_waits_for_the_device() -> None:
         backend.run(backend.plan(batch, stage.table), stage.pools[0], 0, q, k, v)
 
 
-def test_target_and_head_share_the_plan_of_their_common_rows() -> None:
+def test_one_plan_serves_models_of_one_shape_one_after_the_other() -> None:
+    stream = EmulatedStream()
+    backend = make_backend(NEWEST, stream=stream)
     stage = Stage()
-    backend = make_backend(NEWEST)
-    batch = stage.batch([3] * 5, [20] * 5, BatchMode.VERIFY)
-    again = type(batch)(**{**vars(batch), "hidden_ND": torch.zeros(15, 4)})
-    assert backend.plan(batch, stage.table) is backend.plan(again, stage.table)
-    later = stage.batch([3] * 5, [20] * 5, BatchMode.VERIFY)
-    assert backend.plan(later, stage.table) is not backend.plan(batch, stage.table)
+    plan = backend.plan(stage.batch([3] * 5, [20] * 5, BatchMode.VERIFY), stage.table)
+    for layer in (0, 1, 0):
+        backend.run(plan, stage.pools[0], layer, *stage.draw(15))
+    assert len(plan.wrappers) == 1
+    later = backend.plan(stage.batch([3] * 5, [20] * 5, BatchMode.VERIFY), stage.table)
+    stream.in_flight.clear()
+    backend.run(later, stage.pools[0], 0, *stage.draw(15))
+    with pytest.raises(AssertionError, match="planned for other rows"):
+        backend.run(plan, stage.pools[0], 0, *stage.draw(15))
 
 
 def test_plans_made_before_the_device_has_begun_use_one_wrapper_each() -> None:
