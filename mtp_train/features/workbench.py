@@ -44,7 +44,12 @@ def load_workbench(
     model: Model | None = None
     if features.source == "runtime" or "decode" in features.p0_references:
         model = load_target(
-            directory, dtype=dtype, device=device, cache_dir=cache_directory(config.target)
+            directory,
+            dtype=dtype,
+            device=device,
+            attention=config.runtime.attention,
+            attention_kernel=config.runtime.attention_kernel,
+            cache_dir=cache_directory(config.target),
         ).model
     loaded: dict[torch.dtype, HuggingFaceSource] = {}
 

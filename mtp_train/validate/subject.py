@@ -65,7 +65,12 @@ class Subject:
     def target(self, dtype: torch.dtype) -> Target:
         if dtype not in self._targets:
             self._targets[dtype] = load_target(
-                self.target_path, dtype=dtype, device=self.device, cache_dir=self.cache_dir
+                self.target_path,
+                dtype=dtype,
+                device=self.device,
+                attention=self.engine_config.attention,
+                attention_kernel=self.engine_config.attention_kernel,
+                cache_dir=self.cache_dir,
             )
         return self._targets[dtype]
 
