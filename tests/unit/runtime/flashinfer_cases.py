@@ -7,6 +7,7 @@ fault must not pass all of them (``tests/parity/test_flashinfer_mutants.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from tests.unit.runtime.model_fixtures import (
 )
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, WIDTH = 6, 2, 16
+Case = Callable[..., float]  # backend, setting
 STARTS = [3, 80, 41, 16, 15]  # last pages nearly full, just begun and in between
 
 
@@ -37,10 +38,22 @@ def make_backend(
     return FlashInferBackend(module, device=CPU, new_event=stream.new_event, **settings)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where and over which heads the cases run."""
+
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    heads: int = 6
+    kv_heads: int = 2
+    width: int = 16
+
+
 class Stage:
     """A table with scattered pages and two pools, filled alike with K/V that nobody may see."""
 
-    def __init__(self, *, page_size: int = 16, seed: int = 0) -> None:
+    def __init__(self, setting: Setting = Setting(), *, page_size: int = 16, seed: int = 0) -> None:
+        self.setting = setting
         self.generator = torch.Generator().manual_seed(seed)
         self.table = make_table(page_size=page_size, num_pages=4096 // page_size)
         self.rows = [self.table.acquire_row() for _ in STARTS]
@@ -54,20 +67,27 @@ class Stage:
         return KVPool(
             num_layers=2,
             num_slots=4096,
-            num_kv_heads=KV_HEADS,
-            head_dim=WIDTH,
-            dtype=torch.float32,
-            device=CPU,
+            num_kv_heads=self.setting.kv_heads,
+            head_dim=self.setting.width,
+            dtype=self.setting.dtype,
+            device=self.setting.device,
         )
 
     def batch(self, lens: list[int], starts: list[int], mode: BatchMode) -> ForwardBatch:
         chunks = [[0] * length for length in lens]
-        return make_batch(self.table, self.rows[: len(lens)], chunks, starts, mode=mode)
+        batch = make_batch(self.table, self.rows[: len(lens)], chunks, starts, mode=mode)
+        moved = {
+            name: value.to(self.setting.device)
+            for name, value in vars(batch).items()
+            if torch.is_tensor(value)
+        }
+        return replace(batch, **moved)
 
     def draw(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = (num_rows, HEADS + 2 * KV_HEADS, WIDTH)
-        merged = torch.randn(shape, generator=self.generator)
-        return merged.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        heads, kv_heads, width = self.setting.heads, self.setting.kv_heads, self.setting.width
+        merged = torch.randn(num_rows, heads + 2 * kv_heads, width, generator=self.generator)
+        merged = merged.to(self.setting.device, self.setting.dtype)
+        return merged.split((heads, kv_heads, kv_heads), dim=1)
 
     def compare(self, backend: FlashInferBackend, batch: ForwardBatch) -> float:
         """Both layers of one forward against SDPA; output and stored K/V."""
@@ -84,20 +104,20 @@ class Stage:
         return max(errors)
 
 
-def mixed_rows(backend: FlashInferBackend) -> float:
-    stage = Stage()
+def mixed_rows(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
+    stage = Stage(setting)
     batch = stage.batch([1, 7, 1, 20, 2], STARTS, BatchMode.PREFILL)
     return stage.compare(backend, batch)
 
 
-def pages_of_one_slot(backend: FlashInferBackend) -> float:
-    stage = Stage(page_size=1)
+def pages_of_one_slot(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
+    stage = Stage(setting, page_size=1)
     return stage.compare(backend, stage.batch([4] * 5, STARTS, BatchMode.VERIFY))
 
 
-def decode_steps(backend: FlashInferBackend) -> float:
+def decode_steps(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
     """Consecutive steps: every plan must be made afresh."""
-    stage = Stage()
+    stage = Stage(setting)
     errors = []
     for step in range(3):
         starts = [start + step for start in STARTS]
@@ -105,9 +125,9 @@ def decode_steps(backend: FlashInferBackend) -> float:
     return max(errors)
 
 
-def verify_steps(backend: FlashInferBackend) -> float:
+def verify_steps(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
     """Two steps with equal rows; the second begins where the first one's drafts were accepted."""
-    stage = Stage()
+    stage = Stage(setting)
     errors = []
     for emitted in ([0] * 5, [1, 4, 2, 3, 1]):
         starts = [start + count for start, count in zip(STARTS, emitted, strict=True)]
@@ -115,9 +135,9 @@ def verify_steps(backend: FlashInferBackend) -> float:
     return max(errors)
 
 
-def verify_after_a_swap(backend: FlashInferBackend) -> float:
+def verify_after_a_swap(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
     """Equal rows, lengths and positions, but other requests and so other pages."""
-    stage = Stage()
+    stage = Stage(setting)
     errors = []
     for _ in range(2):
         errors.append(stage.compare(backend, stage.batch([2] * 5, [40] * 5, BatchMode.VERIFY)))
@@ -125,15 +145,15 @@ def verify_after_a_swap(backend: FlashInferBackend) -> float:
     return max(errors)
 
 
-def tree_rows(backend: FlashInferBackend) -> float:
+def tree_rows(backend: FlashInferBackend, setting: Setting = Setting()) -> float:
     """A tree of nine rows, and then the five new rows of a block of seven."""
-    stage = Stage()
+    stage = Stage(setting)
     errors = []
     for num_rows, block_len in ((9, 9), (5, 7), (5, 7)):
         visible = torch.rand(5, num_rows, block_len, generator=stage.generator) < 0.4
         own = torch.arange(num_rows)
         visible[:, own, own + block_len - num_rows] = True
-        errors.append(_compare_tree(stage, backend, visible))
+        errors.append(_compare_tree(stage, backend, visible.to(setting.device)))
     return max(errors)
 
 
@@ -141,27 +161,31 @@ def _compare_tree(stage: Stage, backend: FlashInferBackend, visible_BSJ: torch.T
     count, num_rows, block_len = visible_BSJ.shape
     starts = [start + block_len - num_rows for start in STARTS]
     plain = stage.batch([num_rows] * count, starts, BatchMode.VERIFY)
-    batch = ForwardBatch(**{**vars(plain), "visible_BSJ": visible_BSJ})
-    pool = stage.pools[0]
+    batch = replace(plain, visible_BSJ=visible_BSJ)
+    pool, heads, repeat = (
+        stage.pools[0],
+        stage.setting.heads,
+        stage.setting.heads // stage.setting.kv_heads,
+    )
     q, k, v = stage.draw(count * num_rows)
     got = backend.run(backend.plan(batch, stage.table), pool, 0, q, k, v)
     wanted = []
     for b, (row, kv_len) in enumerate(zip(batch.table_rows, batch.kv_lens, strict=True)):
-        slots = stage.table.slots(row, 0, kv_len)
+        slots = stage.table.slots(row, 0, kv_len).to(visible_BSJ.device)
         keys, values = (t[0][slots].double() for t in (pool.k, pool.v))
-        seen = torch.ones(num_rows, kv_len, dtype=torch.bool)
+        seen = visible_BSJ.new_ones(num_rows, kv_len)
         seen[:, kv_len - block_len :] = visible_BSJ[b]
         for row_in_block in range(num_rows):
-            for head in range(HEADS):
-                group = head // (HEADS // KV_HEADS)
+            for head in range(heads):
+                group = head // repeat
                 query = q[b * num_rows + row_in_block, head].double()
                 visible = seen[row_in_block]
-                weights = torch.softmax(keys[visible, group] @ query / WIDTH**0.5, 0)
+                weights = torch.softmax(keys[visible, group] @ query / query.shape[0] ** 0.5, 0)
                 wanted.append(weights @ values[visible, group])
     return relative_error(got, torch.stack(wanted).view(got.shape))
 
 
-CASES: tuple[Callable[[FlashInferBackend], float], ...] = (
+CASES: tuple[Case, ...] = (
     mixed_rows,
     pages_of_one_slot,
     decode_steps,
@@ -169,9 +193,3 @@ CASES: tuple[Callable[[FlashInferBackend], float], ...] = (
     verify_after_a_swap,
     tree_rows,
 )
-
-
-def largest_error(
-    backend: FlashInferBackend, *cases: Callable[[FlashInferBackend], float]
-) -> float:
-    return max(case(backend) for case in cases or CASES)
