@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-VerifyMode = Literal["greedy", "keyed", "rejection"]
-DraftMode = Literal["argmax", "sampled"]
 AttentionChoice = Literal["auto", "sdpa", "flashinfer"]
 AttentionKernel = Literal["auto", "fa2", "fa3", "xqa"]
+VerifyMode = Literal["greedy", "keyed", "rejection"]
+DraftMode = Literal["argmax", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class EngineConfig:
         for name in ("num_threads", "num_draft_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"runtime.{name}={getattr(self, name)}: must not be negative")
+        if self.attention_kernel == "xqa" and self.page_size not in (16, 32, 64, 128):
+            raise ValueError(
+                f"runtime.page_size={self.page_size} with runtime.attention_kernel=xqa: it has "
+                "pages of 16, 32, 64 or 128 slots"
+            )
         if self.draft_mode == "sampled" and self.verify != "rejection":
             raise ValueError(
                 f"runtime.draft_mode=sampled with runtime.verify={self.verify}: sampled drafts are "
@@ -56,9 +61,4 @@ class EngineConfig:
             raise ValueError(
                 f"runtime.max_model_len={self.max_model_len}: one request must fit into "
                 f"num_pages * page_size = {self.num_pages * self.page_size} slots"
-            )
-        if self.attention_kernel == "xqa" and self.page_size not in (16, 32, 64, 128):
-            raise ValueError(
-                f"runtime.page_size={self.page_size} with runtime.attention_kernel=xqa: it has "
-                "pages of 16, 32, 64 or 128 slots"
             )

@@ -129,16 +129,19 @@ class MtpSchedule(PlainSchedule):
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
-        hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BV = self.logits_RV.index_select(0, rows_B)
-        starts = [work.start for work in works]
         if self.draft.draft_loop is not None and self.draft_mode == "argmax":
-            table_rows = [work.state.row for work in works]
             draft_ids_BK = self.draft.draft_loop.propose(
-                hidden_BD, logits_BV, table_rows=table_rows, starts=starts, k=k
+                self.hidden_RD.index_select(0, rows_B),
+                self.logits_RV.index_select(0, rows_B),
+                table_rows=[work.state.row for work in works],
+                starts=[work.start for work in works],
+                k=k,
             )
             if draft_ids_BK is not None:
                 return draft_ids_BK, None
+        hidden_BD = self.hidden_RD.index_select(0, rows_B)
+        logits_BV = self.logits_RV.index_select(0, rows_B)
+        starts = [work.start for work in works]
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(k):

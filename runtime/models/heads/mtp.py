@@ -107,7 +107,7 @@ class MtpHead(DraftModel):
         Feed it back as ``hidden_ND`` of the next step, or give rows of it to :meth:`logits`.
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
-        backend, ops = self.backend, self._target.ops
+        backend, ops = self._target.backend, self._target.ops
         plan = backend.plan(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask:
