@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from runtime.attention.paged import PagedLayout
+from runtime.batch import upload
 
 Kernel = Literal["auto", "fa2", "fa3"]
 _MAX_TURNS = 8  # wrappers of one kind; each holds 8 MB on either side
@@ -176,7 +177,7 @@ class Wrappers:
     ) -> None:
         """Plan ``wrapper`` for ``layout``. ``causal`` is bottom-right aligned in FlashInfer too."""
         wrapper.copied.synchronize()
-        page_ids_P = _host(layout.page_ids_P, self.device).to(self.device, non_blocking=True)
+        page_ids_P = upload(torch.from_numpy(layout.page_ids_P), self.device)
         kv_indptr_B1 = _host(layout.kv_indptr_B1, self.device)
         last_page_lens_B = _host(layout.last_page_lens_B, self.device)
         settings: dict[str, Any] = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.attention.base import AttentionBackend
 from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.sdpa import SdpaBackend
 from runtime.head_spec import HeadSpec, RopeSpec
@@ -67,9 +68,7 @@ SHAPES = {
 }
 
 
-def random_target(
-    shape: Shape, *, device: torch.device, attention: str = "auto", seed: int = 0
-) -> LlamaModel:
+def random_target(shape: Shape, *, device: torch.device, seed: int = 0) -> LlamaModel:
     """bfloat16 weights of a small random size, so that nothing overflows in 32 layers."""
     config, dtype = shape.config, torch.bfloat16
     shapes = config.tensor_shapes()
@@ -81,12 +80,21 @@ def random_target(
             return tensor.fill_(1.0)
         return tensor.normal_(std=0.02, generator=generator)
 
-    backend = SdpaBackend()
-    if device.type == "cuda":
-        backend = choose_gpu_backend(
-            attention, "auto", device=device, dtype=dtype, head_dim=shape.head_dim
-        )
-    return LlamaModel(config, take, backend=backend, ops=TorchOps(), dtype=dtype, device=device)
+    return LlamaModel(
+        config,
+        take,
+        backend=backend_for(device, dtype, shape.head_dim),
+        ops=TorchOps(),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """What `load_target` would take there, without the CPU's own kernels."""
+    if device.type == "cpu":
+        return SdpaBackend()
+    return choose_gpu_backend("auto", "auto", device=device, dtype=dtype, head_dim=head_dim)
 
 
 def random_head(target: LlamaModel, *, seed: int = 1) -> DraftModel:

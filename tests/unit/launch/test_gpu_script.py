@@ -20,6 +20,9 @@ from tests.gpu.figures import ROW_NAMES, ROWS, main, simulated_acceptance
 from tests.gpu.models import SHAPES
 from tests.gpu.summary import describe_figures, read_checks, read_figures, verdict
 from tests.gpu.summary import main as summarise
+from tests.unit.runtime.flashinfer_cases import make_backend
+from tests.unit.runtime.flashinfer_signatures import recorded_versions
+from tests.unit.runtime.operator_recorder import OperatorRecorder
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
@@ -128,6 +131,27 @@ def test_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     assert mtp_row["itl_ms"] == pytest.approx(mtp_row["step_ms"] / mtp_row["emitted_per_step"])
     assert main([*arguments, "--seconds", "-1"]) == 0
     assert {row.get("skipped") for row in read_figures(out)} == {"no time left"}
+
+
+def test_rows_with_graphs_through_the_emulators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders: list[OperatorRecorder] = []
+
+    def recorder() -> OperatorRecorder:
+        recorders.append(OperatorRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr("runtime.spec.runners.CudaRecorder", recorder)
+    monkeypatch.setattr(
+        "tests.gpu.models.backend_for", lambda *facts: make_backend(recorded_versions()[-1])
+    )
+    out = tmp_path / "x.jsonl"
+    arguments = ["--device", "cpu", "--shape", "tiny", "--out", str(out)]
+    assert main([*arguments, "--only", "decode_graphs", "--only", "mtp3_graphs"]) == 0
+    rows = read_figures(out)
+    assert [row["name"] for row in rows] == ["decode_graphs"] * 2 + ["mtp3_graphs"] * 2
+    assert all(recorder.num_replays > 0 for recorder in recorders)
 
 
 def test_a_row_that_fails_does_not_end_the_others(

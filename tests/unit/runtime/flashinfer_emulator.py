@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.unit.runtime.flashinfer_signatures import ENTRY_POINTS
 
@@ -86,7 +89,8 @@ def emulate(
             planned = _bind(signatures[f"{self.name}.plan"], (self, *args), kwargs)
             assert id(self) not in stream.in_flight, "planned again while the plan is being copied"
             stream.in_flight.add(id(self))
-            self.take_layout(planned)
+            with _unguarded():  # it reads host tensors, which are no device's
+                self.take_layout(planned)
             self.planned = planned
 
         def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -342,6 +346,13 @@ def _kv_lens(kv_indptr: torch.Tensor, last_page_lens: torch.Tensor, page_size: i
         assert 1 <= length <= page_size, f"last page of {length} slots, pages have {page_size}"
     pages = kv_indptr[1:] - kv_indptr[:-1]
     return ((pages - 1) * page_size + last_page_lens).tolist()
+
+
+@contextmanager
+def _unguarded() -> Iterator[None]:
+    """What happens within is the package's own business, not the caller's (see `no_wait`)."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def _bind(

@@ -11,7 +11,10 @@ import torch
 from runtime.cuda_graph import DraftLoopGraphs, ForwardGraphs, GraphSizes
 from runtime.engine import Engine
 from runtime.models.loader import Target, load_target
+from runtime.no_wait import no_wait
 from runtime.request import Request, SamplingParams
+from runtime.scheduler import StepPlan
+from runtime.spec.base import PendingStep
 from tests.unit.runtime.engine_fixtures import (
     VOCAB,
     check_draft_state,
@@ -83,6 +86,20 @@ def test_graphs_change_no_token(
     got = run_stepwise(engine, make_requests(temperature=temperature), late=True, after_step=after)
     assert got == wanted
     assert recorder.num_replays > 2 * recorder.num_recorded > 0
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_step_with_graphs_never_waits(target: Target, k: int) -> None:
+    engine, recorder = engine_with_graphs(target, k=k)
+    enqueue = engine.schedule.enqueue
+
+    def guarded(plan: StepPlan) -> PendingStep:
+        with no_wait():
+            return enqueue(plan)
+
+    engine.schedule.enqueue = guarded  # type: ignore[method-assign]
+    engine.generate(make_requests(temperature=0.8))
+    assert recorder.num_replays > recorder.num_recorded
 
 
 def test_the_recorded_loop_drafts_what_the_loop_drafts(
