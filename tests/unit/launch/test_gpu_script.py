@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
 @needs_bash
 @pytest.mark.slow
 def test_the_rehearsal_writes_every_row(tmp_path: Path) -> None:
-    done = run_script("--rehearse", "--seconds", "300", OUT=str(tmp_path / "new"))
+    done = run_script("--rehearse", "--seconds", "3000", OUT=str(tmp_path / "new"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("all is well")
     rows = read_figures(tmp_path / "new" / "figures.jsonl")
