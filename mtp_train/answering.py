@@ -49,7 +49,7 @@ def _open_runtime(
             sink = stack.enter_context(open_capture(config, directory, bench, group=group))
         else:
             set_threads(config.runtime.num_threads)
-            model = open_target(config.target, device=group.device).model
+            model = open_target(config.target, device=group.device, runtime=config.runtime).model
         engine = Engine(
             model,
             config=config.runtime,

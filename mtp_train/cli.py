@@ -51,6 +51,13 @@ COMMANDS = (
     Command("precompute", stages.run_precompute, "data/, target", "features/"),
     Command("train", stages.run_train, "features/, target", "checkpoints/, head/"),
     Command("validate", stages.run_validate, "head/, target", "parity.json, report.html"),
+    Command(
+        "hot_vocab",
+        stages.run_hot_vocab,
+        "head/, data/, target",
+        "hot_vocab.json, hot_vocab/",
+        words="hot-vocab",
+    ),
     Command("export", stages.run_export, "head/, target", "export/"),
     Command(
         "generate",

@@ -111,6 +111,7 @@ class FeaturesConfig:
     codec: Codec = "bf16"
     shard_tokens: int = 65536
     max_batch_tokens: int = 2048
+    tensor_parallel: int = 1  # ranks that share one copy of the target during the dump
     p0_samples_per_shard: int = 2
     p0_rows_per_sample: int = 32  # the last rows of each sample; decoded step by step
     p0_references: tuple[Literal["decode", "huggingface"], ...] = ("decode", "huggingface")
@@ -188,6 +189,8 @@ class GenerateConfig:
     temperature: float = 0.0
     raw: bool = False  # the prompt as it is, without the chat template
     head: str = ""  # head directory; empty = the run's, and plain text where there is none
+    draft_model: str = ""  # a small model of the same vocabulary drafts instead of a head
+    draft_layers: tuple[int, ...] = ()  # of it (or, without one, of the target); () = all
     compare: bool = True  # time plain decoding of the same tokens
     json: bool = False  # one JSON object instead of a stream
 
@@ -223,6 +226,16 @@ class PreflightConfig:
 
 
 @dataclass(frozen=True)
+class HotVocabConfig:
+    """`mtp hot-vocab`: the lists that are tried, and how long they are timed."""
+
+    sizes: tuple[int, ...] = (4096, 8192, 16384)
+    speed_prompts: int = 8  # decoded one by one, plain and with every list in turns; 0 = untimed
+    speed_tokens: int = 64
+    speed_repeats: int = 2
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -244,3 +257,4 @@ class Config:
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()
     check_render: CheckRenderConfig = CheckRenderConfig()
+    hot_vocab: HotVocabConfig = HotVocabConfig()

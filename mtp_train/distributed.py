@@ -1,147 +1,45 @@
-"""Process groups as objects: created once from torchrun's environment, then passed as arguments.
+"""The process group of a command, from torchrun's environment, and work for its leader alone.
 
-A single-process group implements the same interface, so callers never ask for the world size to
-choose a code path. Every method but the properties is a collective: all ranks call it, in order.
+The groups themselves live in :mod:`runtime.parallel`.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from runtime.parallel import (
+    DEFAULT_TIMEOUT_S,
+    ProcessGroup,
+    ProcessMesh,
+    SingleProcessGroup,
+    TorchProcessGroup,
+)
+
+__all__ = [
+    "ProcessGroup",
+    "ProcessMesh",
+    "SingleProcessGroup",
+    "TorchProcessGroup",
+    "init_process_group",
+    "run_on_leader",
+]
+
 T = TypeVar("T")
-ReduceOp = Literal["sum", "max", "min"]
 Backend = Literal["auto", "gloo", "nccl"]
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-class ProcessGroup(ABC):
-    """What the stages may ask of the ranks they run on."""
-
-    rank: int
-    world_size: int
-    local_world_size: int  # ranks that share this machine
-    device: torch.device
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return once every rank has called."""
-
-    @abstractmethod
-    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        """The ``value`` of rank ``source``, on every rank (pickled; host memory)."""
-
-    @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` in rank order, on every rank (pickled; host memory)."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        """Overwrite ``tensor`` (on :attr:`device`) with that of rank ``source``; returns it."""
-
-    @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum") -> torch.Tensor:
-        """Reduce ``tensor`` (on :attr:`device`) in place over all ranks; returns it."""
-
-    def all_reduce_ints(self, values: Sequence[int], *, op: ReduceOp = "sum") -> list[int]:
-        """Reduce int64 counts element by element."""
-        counts = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        return [int(value) for value in self.all_reduce(counts, op=op).tolist()]
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what :func:`init_process_group` created."""
-
-
-class SingleProcessGroup(ProcessGroup):
-    """One process: every collective is the identity."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank = 0
-        self.world_size = 1
-        self.local_world_size = 1
-        self.device = device
-
-    def barrier(self) -> None:
-        return None
-
-    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        return tensor
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum") -> torch.Tensor:
-        return tensor
-
-    def close(self) -> None:
-        return None
-
-
-class TorchProcessGroup(ProcessGroup):
-    """Ranks over ``torch.distributed`` (gloo or nccl)."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        device: torch.device,
-        local_world_size: int,
-        owns_group: bool = False,
-    ) -> None:
-        self.group = group
-        self.local_world_size = local_world_size
-        self.device = device
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self._owns_group = owns_group
-
-    def barrier(self) -> None:
-        dist.barrier(self.group)
-
-    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        values = [value]
-        source_rank = dist.get_global_rank(self.group, source)
-        dist.broadcast_object_list(values, src=source_rank, group=self.group, device=self.device)
-        return values[0]
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, source), group=self.group)
-        return tensor
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp = "sum") -> torch.Tensor:
-        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(tensor, op=reduce_op[op], group=self.group)
-        return tensor
-
-    def close(self) -> None:
-        if self._owns_group:
-            dist.destroy_process_group(self.group)
 
 
 def init_process_group(
     *,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     backend: Backend = "auto",
-    timeout_s: float = 1800.0,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ProcessGroup:
     """The group of this process, from torchrun's environment; without it, a single process.
 
@@ -176,6 +74,7 @@ def init_process_group(
         device=local_device,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
         owns_group=owns_group,
+        timeout_s=timeout_s,
     )
 
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +19,7 @@ from data_prep.chat import configured_chat_format
 from data_prep.conversation import Message
 from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
+from mtp_train.draft_model import open_draft_model
 from mtp_train.features.target import load_tokenizer
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate.measure import fit_engine
@@ -129,10 +130,11 @@ class Answering:
 
 
 def open_answering(config: Config, prompt: str) -> Answering:
-    """Load target and head, render and check the prompt, and run both engines once.
+    """Load target and head or draft model, render and check the prompt, run both engines once.
 
     Raises ``ValueError`` when the prompt and ``generate.max_tokens`` exceed the target's context,
-    when ``generate.head`` is no head, or the head is of another target.
+    when ``generate.head`` is no head, the head is of another target, or the draft model has
+    another vocabulary.
     """
     device = init_process_group(device=config.target.device).device
     if device.type == "cpu":
@@ -145,13 +147,18 @@ def open_answering(config: Config, prompt: str) -> Answering:
     target = subject.target(dtype)
     tokenizer = load_tokenizer(config.target, target.path)
     prompt_ids = _encode(config, tokenizer, prompt)
+    draft_model = None
+    if settings.draft_model or settings.draft_layers:
+        draft_model = open_draft_model(config, target, tokenizer)
     has_head = bool(settings.head or config.validate.head) or (head_path / CONFIG_NAME).is_file()
-    k = (settings.k or config.validate.k) if has_head else 0
-    limit = target.config.max_position_embeddings
+    k = (settings.k or config.validate.k) if has_head or draft_model else 0
+    limit, whose = target.config.max_position_embeddings, "target"
+    if draft_model is not None and draft_model.config.max_position_embeddings < limit:
+        limit, whose = draft_model.config.max_position_embeddings, "draft model"
     if len(prompt_ids) + settings.max_tokens + k > limit:
         raise ValueError(
             f"generate.max_tokens={settings.max_tokens}: with {len(prompt_ids)} prompt tokens and "
-            f"K={k} that exceeds the target's {limit} positions; at most "
+            f"K={k} that exceeds the {whose}'s {limit} positions; at most "
             f"{max(limit - len(prompt_ids) - k, 0)} fit"
         )
 
@@ -165,9 +172,9 @@ def open_answering(config: Config, prompt: str) -> Answering:
         )
         return Engine(
             target.model,
-            config=fitted,
+            config=replace(fitted, draft_length=config.runtime.draft_length),
             eos_token_ids=target.eos_token_ids,
-            draft=subject.head(dtype) if k else None,
+            draft=(draft_model or subject.head(dtype)) if k else None,
         )
 
     answering = Answering(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import torch
 
@@ -24,7 +25,7 @@ def describe(answer: Answer, answering: Answering) -> str:
     """A few lines of statistics for a person."""
     config, run = answering.config, answer.run
     ended = {"stop": "ended by itself", "length": "length limit", "abort": "stopped"}
-    drafts = f"K={answering.k}, " if answering.k else ""
+    drafts = f"{_drafts(answering)}, " if answering.k else ""
     lines = [
         f"answer  {len(run.output_ids)} tokens ({ended[run.finish_reason]}), {drafts}"
         f"T={config.generate.temperature:g}"
@@ -35,9 +36,12 @@ def describe(answer: Answer, answering: Answering) -> str:
         lines.append(f"plain   {_speed(answer.plain)}; {_compare_texts(answer, answering)}")
     if answer.speedup is not None:
         verdict = "faster" if answer.speedup > 1 else "slower"
+        has_model = config.generate.draft_model or config.generate.draft_layers
+        is_measured = not config.runtime.is_tree and not has_model
+        better = "; mtp validate measures it with an interval" if is_measured else ""
         lines.append(
             f"        with the draft {answer.speedup:.2f} times as fast: {verdict} here "
-            "(one run each; mtp validate measures it with an interval)"
+            f"(one run each{better})"
         )
     if answer.acceptance is not None:
         rates = " ".join(f"{rate:.2f}" for rate in answer.acceptance.rates)
@@ -45,6 +49,8 @@ def describe(answer: Answer, answering: Answering) -> str:
             f"τ       {answer.acceptance.tau:.2f} tokens per step over "
             f"{answer.acceptance.num_drafts} steps; accepted by position {rates}"
         )
+    if answering.k and config.runtime.draft_length == "measured":
+        lines.append(f"chosen  {_chosen(answer, answering)}")
     return "\n".join(lines)
 
 
@@ -70,6 +76,7 @@ def to_json(answer: Answer, answering: Answering) -> str:
         "seed": config.seed,
         "verify": config.runtime.verify,
         "draft_mode": config.runtime.draft_mode,
+        "schedule": config.runtime.schedule,
         "tokens_per_s": run.tokens_per_s,
         "first_token_s": run.first_token_s,
         "acceptance": acceptance.to_dict() if acceptance else None,
@@ -79,6 +86,26 @@ def to_json(answer: Answer, answering: Answering) -> str:
         "speedup": answer.speedup,
     }
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
+
+
+def _drafts(answering: Answering) -> str:
+    runtime = answering.config.runtime
+    if not runtime.is_tree:
+        return f"K={answering.k}"
+    kind = runtime.schedule.removesuffix("_tree")
+    return f"{kind} tree of {runtime.tree_nodes} up to K={answering.k} deep"
+
+
+def _chosen(answer: Answer, answering: Answering) -> str:
+    """How many steps drafted how much, and the last reason for it."""
+    counts = Counter(len(step.draft_ids) for step in answer.run.steps)
+    emitted = sum(step.num_accepted + 1 for step in answer.run.steps)
+    counts[0] += max(0, len(answer.run.output_ids) - 1 - emitted)  # steps without a draft
+    assert answering.draft_engine is not None, "nothing drafts without a draft engine"
+    chooser = answering.draft_engine.scheduler.chooser
+    steps = ", ".join(f"K={k} in {counts[k]} steps" for k in sorted(counts) if counts[k])
+    reason = f"; {chooser.choices[-1].reason}" if chooser and chooser.choices else ""
+    return steps + reason
 
 
 def _speed(run: TimedRun) -> str:

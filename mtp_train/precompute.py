@@ -4,6 +4,9 @@ Work is what the token set wants minus what the store holds, cut into groups of 
 Groups follow the order of sample ids, which are hashes: every shard is a random sample of the
 data, groups do not depend on who computes them, and rank ``r`` of ``W`` takes groups ``r``,
 ``r + W``, … Within a group the source sorts by length.
+
+With ``features.tensor_parallel`` = P, every P neighbouring ranks share one copy of the target and
+count as one of these: the first of them computes, checks and writes, the others follow it.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from rich.console import Console
 
 from mtp_train.config import Config
-from mtp_train.distributed import ProcessGroup, run_on_leader
+from mtp_train.distributed import ProcessGroup, ProcessMesh, run_on_leader
 from mtp_train.features.estimate import (
     DiskUsageFn,
     check_free_disk,
@@ -104,6 +107,7 @@ def run(
     or too small a disk, :class:`~mtp_train.features.p0.P0Error` and
     :class:`~mtp_train.features.writer.NonFiniteError` when the states cannot be trusted.
     """
+    mesh = _split(group, config.features.tensor_parallel)
     directory = run_on_leader(group, lambda: target_directory(config.target))
     with contextlib.ExitStack() as stack:
         splits = run_on_leader(group, lambda: _open_stores(config, directory, group.device, stack))
@@ -116,18 +120,27 @@ def run(
         bench: Workbench | None = None
         if any(split.missing for split in splits):
             longest = max(split.rows.longest for split in splits)
-            bench = load_workbench(config, directory, group=group, max_len=longest)
+            bench = load_workbench(
+                config, directory, group=group, max_len=longest, tensor_group=mesh.tensor
+            )
         reports = []
         for split in splits:
             started = time.perf_counter()
             if split.missing:
                 assert bench is not None, "the target is loaded when anything is missing"
-                _dump(config, split, bench, group=group, console=console)
+                _dump(config, split, bench, group=group, mesh=mesh, console=console)
             wall_s = time.perf_counter() - started
             report = run_on_leader(group, functools.partial(_finish, config, split, wall_s=wall_s))
             events.write("split_finished", report)
             reports.append(report)
     return PrecomputeReport(tuple(reports))
+
+
+def _split(group: ProcessGroup, width: int) -> ProcessMesh:
+    try:
+        return group.split(width)
+    except ValueError as error:
+        raise ValueError(f"features.tensor_parallel={width}: {error}") from error
 
 
 def _open_stores(
@@ -191,9 +204,36 @@ def _dump(
     bench: Workbench,
     *,
     group: ProcessGroup,
+    mesh: ProcessMesh,
     console: Console | None,
 ) -> None:
-    """Compute this rank's groups and wait for the others."""
+    """Compute this rank's groups, or follow who does, and wait for the others."""
+    num_quarantined = 0
+    if mesh.tensor.is_leader:
+        with bench.leading():
+            num_quarantined = _dump_groups(config, split, bench, group=mesh.data, console=console)
+    else:
+        bench.follow()
+    num_bad, num_known = group.all_reduce_ints(
+        [num_quarantined, len(split.manifest.quarantined) if group.is_leader else 0]
+    )
+    if num_bad + num_known > _allowed_bad(config, split):
+        raise NonFiniteError(
+            f"{split.store}: {num_bad + num_known} samples with non-finite hidden states, at most "
+            f"{_allowed_bad(config, split)} allowed (features.max_nonfinite_share="
+            f"{config.features.max_nonfinite_share})"
+        )
+
+
+def _dump_groups(
+    config: Config,
+    split: _Split,
+    bench: Workbench,
+    *,
+    group: ProcessGroup,
+    console: Console | None,
+) -> int:
+    """Compute and write the groups of this one of ``group``'s ranks; how many are quarantined."""
     groups = cut_into_groups(
         split.missing,
         split.rows.lengths,
@@ -219,15 +259,7 @@ def _dump(
     ):
         for part in groups:
             _dump_group(split.rows.get(part), bench.source, writer, progress)
-    num_bad, num_known = group.all_reduce_ints(
-        [writer.num_quarantined, len(split.manifest.quarantined) if group.is_leader else 0]
-    )
-    if num_bad + num_known > _allowed_bad(config, split):
-        raise NonFiniteError(
-            f"{split.store}: {num_bad + num_known} samples with non-finite hidden states, at most "
-            f"{_allowed_bad(config, split)} allowed (features.max_nonfinite_share="
-            f"{config.features.max_nonfinite_share})"
-        )
+    return writer.num_quarantined
 
 
 def _dump_group(

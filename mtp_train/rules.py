@@ -24,6 +24,7 @@ RANGES: tuple[Rule, ...] = (
         (
             "features.shard_tokens",
             "features.max_batch_tokens",
+            "features.tensor_parallel",
             "features.p0_samples_per_shard",
             "features.p0_rows_per_sample",
             "loss.num_unroll_steps",
@@ -49,6 +50,8 @@ RANGES: tuple[Rule, ...] = (
             "preflight.max_tokens",
             "preflight.steps",
             "check_render.rows",
+            "hot_vocab.speed_tokens",
+            "hot_vocab.speed_repeats",
         ),
         lambda value: value >= 1,
         "must be at least 1",
@@ -69,6 +72,7 @@ RANGES: tuple[Rule, ...] = (
             "validate.max_prompts",
             "validate.max_further_prompts",
             "generate.k",
+            "hot_vocab.speed_prompts",
             "generate.temperature",
         ),
         lambda value: value >= 0,
@@ -176,11 +180,36 @@ def _check_rendering(config: Config) -> None:
     check_variable(settings.api_key_env, "check_render.api_key_env")
 
 
+def _check_hot_vocab(config: Config) -> None:
+    sizes = config.hot_vocab.sizes
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(
+            f"hot_vocab.sizes={list(sizes)}: name numbers of ids, each below the target's "
+            "vocabulary, as in hot_vocab.sizes=[4096,8192]"
+        )
+
+
 def _check_features(config: Config) -> None:
     if not config.features.p0_references:
         raise ConfigError(
             "features.p0_references=[]: name decode, huggingface or both; without a reference "
             "nothing checks that the stored states are the target's"
+        )
+    width, source = config.features.tensor_parallel, config.features.source
+    if width > 1 and source != "runtime":
+        raise ConfigError(
+            f"features.tensor_parallel={width} with features.source={source}: only the runtime "
+            "spreads a target over ranks; set features.source=runtime"
+        )
+
+
+def require_chain(config: Config, stage: str) -> None:
+    """Refuse other schedules where figures are those of the chain that serving engines run."""
+    name = config.runtime.schedule
+    if name not in ("auto", "mtp"):
+        raise ConfigError(
+            f"runtime.schedule={name}: mtp {stage} works with a head's chain, as serving engines "
+            "do; leave it at auto here, and try other schedules with mtp generate"
         )
 
 
@@ -235,6 +264,54 @@ def _check_validation(config: Config) -> None:
                 f"{key}={temperature} with runtime.verify=greedy: greedy verification is exact at "
                 "temperature 0 only; use runtime.verify=keyed or rejection"
             )
+
+
+def _check_generate(config: Config) -> None:
+    settings = config.generate
+    has_model = settings.draft_model or settings.draft_layers
+    if settings.head and has_model:
+        name = "draft_model" if settings.draft_model else "draft_layers"
+        raise ConfigError(
+            f"generate.head={settings.head} with generate.{name}: one of them drafts; leave the "
+            "other out"
+        )
+    schedule = config.runtime.schedule
+    if schedule == "draft_target" and not has_model:
+        raise ConfigError(
+            "runtime.schedule=draft_target: name the model that drafts, generate.draft_model or "
+            "generate.draft_layers; with mtp generate only"
+        )
+    if schedule not in ("auto", "draft_target") and has_model:
+        raise ConfigError(
+            f"runtime.schedule={schedule} with generate.draft_model or generate.draft_layers: it "
+            "drafts with a head; leave it at auto"
+        )
+    layers = settings.draft_layers
+    if list(layers) != sorted({layer for layer in layers if layer >= 0}):
+        raise ConfigError(
+            f"generate.draft_layers={list(layers)}: name layers from 0, each once, in increasing "
+            "order"
+        )
+
+
+def _check_attention(config: Config) -> None:
+    runtime, target = config.runtime, config.target
+    if target.device == "cpu" and runtime.attention == "flashinfer":
+        raise ConfigError(
+            "runtime.attention=flashinfer with target.device=cpu: it needs a GPU; use "
+            "runtime.attention=auto"
+        )
+    if runtime.attention == "sdpa" and runtime.attention_kernel != "auto":
+        raise ConfigError(
+            f"runtime.attention_kernel={runtime.attention_kernel} with runtime.attention=sdpa: it "
+            "names a kernel of FlashInfer; use runtime.attention=flashinfer or "
+            "runtime.attention_kernel=auto"
+        )
+    if runtime.cuda_graphs and (target.device == "cpu" or runtime.attention == "sdpa"):
+        raise ConfigError(
+            f"runtime.cuda_graphs=true with target.device={target.device} and runtime.attention="
+            f"{runtime.attention}: only FlashInfer's attention on a GPU is recorded"
+        )
 
 
 def _check_engine(config: Config) -> None:
@@ -296,10 +373,13 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_data,
     _check_regeneration,
     _check_rendering,
+    _check_hot_vocab,
     _check_features,
     _check_loss,
     _check_trainer,
     _check_validation,
+    _check_generate,
+    _check_attention,
     _check_engine,
     _check_files,
 )

@@ -13,11 +13,15 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "data": {"regenerate": "data.regenerate"},
         "data_check_render": {"url": "check_render.url", "rows": "check_render.rows"},
+        "hot_vocab": {"sizes": "hot_vocab.sizes", "k": "validate.k"},
         "export": {"format": "export.format"},
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "generate": {
             name: f"generate.{name}"
-            for name in ("k", "max_tokens", "temperature", "raw", "compare", "json")
+            for name in (
+                *("k", "max_tokens", "temperature", "raw", "compare", "json"),
+                *("draft_model", "draft_layers"),
+            )
         },
     }
 )

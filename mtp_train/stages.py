@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mtp_train.app import dump_config
 from mtp_train.config import Config
 from mtp_train.fingerprints import run_fingerprints
+from mtp_train.rules import require_chain
 from mtp_train.run_dir import RunDirectory
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def open_stage(
     from mtp_train.console import format_duration, make_console, setup_logging
     from mtp_train.distributed import init_process_group
 
+    require_chain(config, stage)
     group = init_process_group(device=config.target.device, timeout_s=timeout_s)
     console = make_console(is_leader=group.is_leader)
     setup_logging(console, level=logging.INFO if group.is_leader else logging.WARNING)
@@ -181,6 +183,22 @@ def _climb_engine_rung(config: Config, scope: StageScope) -> bool:
 
 def _verdict(passed: bool) -> str:
     return "passed" if passed else "FAILED"
+
+
+def run_hot_vocab(config: Config) -> int:
+    """The run's head drafting from lists of frequent ids, measured against itself without one."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.hot_vocab import stage
+
+    with open_stage(config, "hot-vocab", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        report = run_on_leader(scope.group, lambda: stage.run(config, device=scope.group.device))
+        scope.console.print(stage.table(report))
+        if report.is_new:
+            scope.events.write("hot_vocab", rows=report.rows)
+        else:
+            scope.console.print("hot-vocab: measured with this head and these settings before")
+        scope.console.print(stage.describe(report, scope.run.root), markup=False, soft_wrap=True)
+    return 0
 
 
 def run_export(config: Config) -> int:

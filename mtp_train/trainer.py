@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from data_prep.token_set import TokenSet, load_token_set
+from mtp_train.answer_tokens import count_answer_tokens, covered_share, most_frequent
 from mtp_train.checkpoint import Observer
 from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup, run_on_leader
@@ -105,7 +106,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     lm_head: torch.Tensor | None = None
     serving_dtype = target_dtype(config.target, group.device)
     if config.trainer.validate_every and is_inline:
-        target = open_target(config.target, device=group.device)
+        target = open_target(config.target, device=group.device, runtime=config.runtime)
         validator = build_validator(config, target=target, group=group)
         if serving_dtype == dtype:
             embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)
@@ -175,13 +176,11 @@ def frequent_answer_ids(
             f"loss.sub_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
             "(0 uses all of it)"
         )
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for ids_T, mask_T in rows:
-        np.add.at(counts, ids_T[mask_T], 1)
-    order = torch.sort(torch.from_numpy(counts), descending=True, stable=True).indices[:size]
-    covered = int(counts[order.numpy()].sum()) / max(1, int(counts.sum()))
+    counts_V = count_answer_tokens(rows, vocab_size=vocab_size)
+    kept = most_frequent(counts_V, size)
+    covered = covered_share(counts_V, kept)
     logger.info("loss over the %d most frequent answer tokens: %.2f %%", size, 100 * covered)
-    return order.sort().values
+    return kept
 
 
 def _open_samples(store: Path, token_set: TokenSet) -> FeatureReader:

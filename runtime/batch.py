@@ -5,9 +5,10 @@ Rows of all requests are flattened. Shape legend: N rows, B requests, D model wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ class BatchMode(Enum):
 
     PREFILL = "prefill"  # ragged rows: prompt chunks, possibly mixed with one-row decodes
     DECODE = "decode"  # exactly one row per request
-    VERIFY = "verify"  # exactly K+1 rows per request (target verification and draft extension)
+    VERIFY = "verify"  # equally many rows per request: K+1 (target, head) or 2 (draft model)
+    TREE = "tree"  # equally many tree rows per request, each with the rows that it sees
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class ForwardBatch:
     Row ``i`` of request ``b`` sits at position ``kv_lens[b] - q_lens[b] + i``; its K/V go to the
     slot that the slot table holds for (``table_rows[b]``, position). ``hidden_ND`` is the draft
     head's second input.
+
+    Rows of a draft tree (``visible_BSJ``, bool): the last J of the ``kv_lens[b]`` slots are a block
+    of tree rows, of which the S new ones come last; row ``s`` sees the prefix before the block and
+    the block rows that ``visible_BSJ[b, s]`` names. Slots then count rows, positions count tokens.
+
+    ``attention_plan`` is what the attention backend made beforehand, where a forward is captured
+    into a graph; its ``plan`` then returns this object.
     """
 
     mode: BatchMode
@@ -40,7 +49,12 @@ class ForwardBatch:
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     table_rows: tuple[int, ...]
+    # What attention backends planned for these rows; `dataclasses.replace` keeps it, so that a head
+    # over the target's rows reads the target's plan (`AttentionBackend.plan_once`).
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     hidden_ND: torch.Tensor | None = None
+    visible_BSJ: torch.Tensor | None = None
+    attention_plan: Any = None
 
 
 def build_batch(
@@ -75,6 +89,34 @@ def build_batch(
         kv_lens=tuple(start + count for start, count in zip(starts, q_lens, strict=True)),
         table_rows=tuple(table_rows),
         hidden_ND=hidden_ND,
+    )
+
+
+def build_tree_batch(
+    *,
+    table: SlotTable,
+    table_rows: Sequence[int],
+    prefix_lens: Sequence[int],
+    positions_BS: torch.Tensor,
+    input_ids_BS: torch.Tensor,
+    visible_BSJ: torch.Tensor,
+    hidden_BSD: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """The last S of J tree rows behind the prefix of each request; positions are on the device."""
+    _, num_rows, block_len = visible_BSJ.shape
+    kv_lens = tuple(length + block_len for length in prefix_lens)
+    ends_B1, rows_B1 = np.asarray(kv_lens)[:, None], np.asarray(table_rows)[:, None]
+    slots_BS = table.host_slots_RT[rows_B1, ends_B1 + np.arange(-num_rows, 0)]
+    return ForwardBatch(
+        mode=BatchMode.TREE,
+        input_ids_N=input_ids_BS.reshape(-1),
+        positions_N=positions_BS.reshape(-1),
+        write_slots_N=upload(torch.from_numpy(slots_BS.ravel()), positions_BS.device),
+        q_lens=(num_rows,) * len(kv_lens),
+        kv_lens=kv_lens,
+        table_rows=tuple(table_rows),
+        hidden_ND=None if hidden_BSD is None else hidden_BSD.flatten(0, 1),
+        visible_BSJ=visible_BSJ,
     )
 
 

@@ -110,13 +110,15 @@ class CpuKernels(BlockOps):
         write_slots_N: torch.Tensor,
         pool_k: torch.Tensor,
         pool_v: torch.Tensor,
-        requests_B4: torch.Tensor,
+        requests_B6: torch.Tensor,
     ) -> torch.Tensor:
-        """Store ``k, v`` at ``write_slots``, then attend causally; ``[N, H, C]``, contiguous.
+        """Store ``k, v`` at ``write_slots``, then attend; ``[N, H, C]``, contiguous.
 
-        ``requests_B4`` (int64, host): first row, number of rows, number of keys (new ones included)
-        and the address of an int64 array with the slots of these keys. Rows of q, k, v may be
-        strided, their heads must be contiguous.
+        ``requests_B6`` (int64, host): first row, number of rows, number of keys (new ones
+        included), the address of an int64 array with the slots of these keys; then, for rows of a
+        tree, how many of the keys (the last ones) are the block, and the address of its mask, one
+        byte per row and block key. Without a block (0, 0) rows attend causally. Rows of q, k, v may
+        be strided, their heads must be contiguous.
         """
         rows, num_heads, width = q_NHC.shape
         num_kv_heads = k_NGC.shape[1]
@@ -136,8 +138,8 @@ class CpuKernels(BlockOps):
             rows,
             pool_k.data_ptr(),
             pool_v.data_ptr(),
-            requests_B4.data_ptr(),
-            requests_B4.shape[0],
+            requests_B6.data_ptr(),
+            requests_B6.shape[0],
             num_heads,
             num_kv_heads,
             width,
@@ -220,7 +222,8 @@ def _try_kernels(
     yield kernels.silu_mul(x), reference.silu_mul(x)
     yield kernels.add_rms_norm(x.clone(), x, norm), reference.add_rms_norm(x.clone(), x, norm)
 
-    # Two new rows of one request with five keys: 4 query heads over 2 key/value heads.
+    # Two new rows of one request with five keys: 4 query heads over 2 key/value heads; causal, and
+    # as the last two of three tree rows.
     width, num_rows, num_keys = 20, 2, 5
     generator = torch.Generator().manual_seed(0)
     rotated = torch.randn(num_rows, 8, width, generator=generator).to(dtype)
@@ -239,22 +242,25 @@ def _try_kernels(
     slots = torch.tensor([6, 1, 2, 7, 3])
     expected_k = pool_k.index_copy(0, slots[-num_rows:], k)
     expected_v = pool_v.index_copy(0, slots[-num_rows:], v)
-    out = kernels.attend(
-        q,
-        k,
-        v,
-        write_slots_N=slots[-num_rows:],
-        pool_k=pool_k,
-        pool_v=pool_v,
-        requests_B4=torch.tensor([[0, num_rows, num_keys, slots.data_ptr()]]),
-    )
-    is_visible = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
-    attended = F.scaled_dot_product_attention(
-        q.transpose(0, 1).float(),
-        expected_k[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
-        expected_v[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
-        attn_mask=is_visible,
-    )
-    yield out, attended.transpose(0, 1)
+    causal = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
+    in_block = torch.tensor([[False, True, False], [True, False, True]])
+    in_tree = torch.cat([torch.ones(num_rows, num_keys - 3, dtype=torch.bool), in_block], 1)
+    for is_visible, block in ((causal, (0, 0)), (in_tree, (3, in_block.data_ptr()))):
+        out = kernels.attend(
+            q,
+            k,
+            v,
+            write_slots_N=slots[-num_rows:],
+            pool_k=pool_k,
+            pool_v=pool_v,
+            requests_B6=torch.tensor([[0, num_rows, num_keys, slots.data_ptr(), *block]]),
+        )
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1).float(),
+            expected_k[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
+            expected_v[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
+            attn_mask=is_visible,
+        )
+        yield out, attended.transpose(0, 1)
     yield pool_k, expected_k
     yield pool_v, expected_v

@@ -7,13 +7,16 @@ EOS, stop strings and lengths, and frees what is finished. Host lengths are exac
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
 
+from runtime.batch import upload_ids
 from runtime.config import EngineConfig
+from runtime.cuda_graph import GraphRecorder
 from runtime.kv_cache import SlotTable
-from runtime.models.base import DraftModel, Model
+from runtime.models.base import Model
 from runtime.request import (
     FinishReason,
     Generation,
@@ -26,10 +29,15 @@ from runtime.request import (
     TokenEvent,
     check_request,
 )
-from runtime.scheduler import Scheduler
-from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.scheduler import Scheduler, StepPlan
+from runtime.spec.base import PendingStep, WorkResult
+from runtime.spec.choose import make_chooser
+from runtime.spec.draft_target import OnLeader
 from runtime.spec.mtp import MtpSchedule
-from runtime.stopping import Detokenizer, hits_stop_string, visible_text
+from runtime.spec.runners import RunnerFactory
+from runtime.spec.schedules import make_schedule
+from runtime.stopping import Detokenizer, append_tokens, visible_text
+from runtime.team import team_for
 from runtime.transfer import HostTransfer, transfer_for
 
 HiddenSink = Callable[[HiddenRows], None]
@@ -37,9 +45,11 @@ _SCORE_ROWS = 256  # rows whose full logits exist at once
 
 
 class Engine:
-    """Continuous batching over one target and, with ``draft``, MTP speculation.
+    """Continuous batching over one target and, with ``draft``, speculation: MTP with a draft head,
+    draft-target with a model of its own.
 
     Weights are shared, never copied: several engines may use the same models one after another.
+    A draft model is given on the leader of ``target.group``, ``OnLeader()`` on its other ranks.
     Each engine owns its K/V pools. ``tokenizer`` is needed only for stop strings and
     ``Generation.text``.
     """
@@ -51,13 +61,15 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int] = (),
         tokenizer: Detokenizer | None = None,
-        draft: DraftModel | None = None,
+        draft: Model | OnLeader | None = None,
         transfer: HostTransfer | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
+        """Raises ``ValueError`` for K without a draft, or a draft of another vocabulary."""
         if config.num_draft_tokens and draft is None:
             raise ValueError(
-                f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head; "
-                "give one or set it to 0"
+                f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head or a "
+                "draft model; give one or set it to 0"
             )
         self.config = config
         self.target = target
@@ -65,9 +77,19 @@ class Engine:
         self.tokenizer = tokenizer
         self.table = SlotTable(
             num_rows=config.max_running,
-            max_len=config.max_model_len,
+            max_len=config.max_model_len + config.num_extra_slots,
             page_size=config.page_size,
             num_pages=config.num_pages,
+        )
+        self.transfer = transfer or transfer_for(target.device)
+        self.team = team_for(target, self.table, config)
+        self.schedule = make_schedule(
+            config,
+            target,
+            draft,
+            make_runner=RunnerFactory(config, self.table, recorder).make,
+            transfer=self.transfer,
+            announce=self.team.tell_step,
         )
         self.scheduler = Scheduler(
             self.table,
@@ -75,24 +97,10 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_model_len=config.max_model_len,
             num_draft_tokens=config.num_draft_tokens,
+            num_extra_slots=config.num_extra_slots,
+            draft_ahead=self.schedule.draft_ahead,
+            chooser=make_chooser(config, target.device),
         )
-        self.transfer = transfer or transfer_for(target.device)
-        num_slots = config.num_pages * config.page_size
-        runner = Runner(target, target.new_pool(num_slots), self.table)
-        self.schedule: PlainSchedule
-        if draft is None:
-            self.schedule = PlainSchedule(
-                runner, num_rows=config.max_running, transfer=self.transfer
-            )
-        else:
-            self.schedule = MtpSchedule(
-                runner,
-                Runner(draft, draft.new_pool(num_slots), self.table),
-                num_rows=config.max_running,
-                transfer=self.transfer,
-                verify=config.verify,
-                draft_mode=config.draft_mode,
-            )
         self._states: dict[str, RequestState] = {}
         self._num_added = 0
         self._in_flight: PendingStep | None = None  # plain decoding runs one step ahead of the host
@@ -240,11 +248,31 @@ class Engine:
             parts = []
             for start in range(0, len(ids) - 1, _SCORE_ROWS):
                 stop = min(start + _SCORE_ROWS, len(ids) - 1)
-                logits_MV = self.target.logits(rows.hidden_TD[start:stop]).float()
+                logits_MV = self.logits(rows.hidden_TD[start:stop]).float()
                 next_ids = ids[start + 1 : stop + 1, None]
                 parts.append(logits_MV.log_softmax(-1).gather(1, next_ids)[:, 0])
             scores[int(rows.key)] = torch.cat(parts) if parts else torch.empty(0)
         return [scores[index] for index in range(len(sequences))]
+
+    @torch.inference_mode()
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """The target's logits ``[M, V]`` of rows of its states, on every number of ranks."""
+        return self.team.logits(hidden_MD)
+
+    # -- several ranks ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Where the target is spread over ranks, all but the first call this: it computes this
+        rank's part of whatever the first one is asked, until that calls :meth:`dismiss`.
+
+        Every rank builds its engine with the same arguments.
+        """
+        self.team.follow(self.schedule)
+
+    def dismiss(self) -> None:
+        """Let the other ranks return from :meth:`follow`; does nothing on one process."""
+        self.team.dismiss()
 
     # -- the step loop ----------------------------------------------------------------------------
 
@@ -256,22 +284,34 @@ class Engine:
         the ids of this one (speculation hides its wait behind the draft instead); then the events
         come one call later.
         """
+        started = time.perf_counter()
         current, self._in_flight = self._in_flight, None
         if current is not None:
             following = self.scheduler.look_ahead(current.plan)
             if following is not None:
-                self._in_flight = self.schedule.enqueue(following)
+                self._in_flight = self._enqueue(following)
         else:
-            current = self.schedule.enqueue(self.scheduler.schedule())
+            current = self._enqueue(self.scheduler.schedule())
             if self.transfer.is_async and self.schedule.may_look_ahead and current.is_plain_decode:
                 self._in_flight = current
                 return []
-        events = self._commit(current, self.schedule.collect(current))
+        results = self.schedule.collect(current)
+        self.scheduler.learn(
+            current.plan,
+            accepted=[result.num_accepted for result in results],
+            seconds=time.perf_counter() - started,
+        )
+        events = self._commit(current, results)
         if self._in_flight is not None and not self.scheduler.running:
             self._in_flight = None  # everybody has ended: nobody wants these tokens
         if self.config.check_integrity:
             self.table.check()
         return events
+
+    def _enqueue(self, plan: StepPlan) -> PendingStep:
+        if not self.schedule.announces_itself:
+            self.team.tell_step(plan)
+        return self.schedule.enqueue(plan)
 
     def _run(self, states: Sequence[RequestState]) -> Iterator[RequestState]:
         """Step until all of ``states`` are finished; yields each as it finishes."""
@@ -297,10 +337,17 @@ class Engine:
                 start += num_rows
                 continue
             self._capture(state, pending, start, result.num_committed)
+            self._score_new(state, pending, start, result)
             start += num_rows
             if pending.is_speculative:
                 state.steps.append(
-                    SpecStep(result.draft_ids, result.num_accepted, len(state.output_ids))
+                    SpecStep(
+                        result.draft_ids,
+                        result.num_accepted,
+                        len(state.output_ids),
+                        result.tree_parents,
+                        pending.plan.num_draft_tokens if result.tree_parents else 0,
+                    )
                 )
             state.committed = work.start + result.num_committed
             if state.encode_only and state.committed == len(state.tokens):
@@ -308,7 +355,13 @@ class Engine:
             if not work.samples:
                 continue
             state.phase = Phase.DECODE
-            num_new = self._append(state, result.new_ids)
+            num_new = append_tokens(
+                state,
+                result.new_ids,
+                eos_token_ids=self.eos_token_ids,
+                tokenizer=self.tokenizer,
+                max_model_len=self.config.max_model_len,
+            )
             if state.finish_reason is not None:
                 self._finish(state, state.finish_reason)
             events.append(
@@ -322,32 +375,26 @@ class Engine:
             )
         return events
 
-    def _append(self, state: RequestState, new_ids: Sequence[int]) -> int:
-        """Append new tokens up to the first that ends the request; returns how many were kept."""
-        sampling = state.request.sampling
-        for count, token in enumerate(new_ids, start=1):
-            state.tokens.append(token)
-            is_eos = token in self.eos_token_ids and not sampling.ignore_eos
-            is_stop = token in sampling.stop_token_ids or hits_stop_string(
-                self.tokenizer, state.output_ids, sampling.stop
-            )
-            if is_eos or is_stop:
-                state.finish_reason = "stop"
-            elif (
-                len(state.tokens) - state.num_prompt >= sampling.max_tokens
-                or len(state.tokens) >= self.config.max_model_len
-            ):
-                state.finish_reason = "length"
-            if state.finish_reason is not None:
-                return count
-        return len(new_ids)
-
     def _capture(self, state: RequestState, pending: PendingStep, start: int, count: int) -> None:
         if state.captures_hidden:
             state.hidden.append(pending.hidden_ND[start : start + count].clone())
         if state.captures_draft:
             assert pending.draft_hidden_ND is not None
             state.draft_hidden.append(pending.draft_hidden_ND[start : start + count].clone())
+
+    def _score_new(
+        self, state: RequestState, pending: PendingStep, start: int, result: WorkResult
+    ) -> None:
+        """Keep the new tokens' log-probabilities, on the device: nobody waits for them here.
+
+        The last committed rows are those that the new tokens were drawn from.
+        """
+        if not (state.request.sampling.logprobs and result.new_ids):
+            return
+        end = start + result.num_committed
+        logits_MV = self.logits(pending.hidden_ND[end - len(result.new_ids) : end])
+        ids_M1 = upload_ids(result.new_ids, self.target.device)[:, None]
+        state.logprobs.append(logits_MV.float().log_softmax(-1).gather(1, ids_M1)[:, 0])
 
     def _finish(self, state: RequestState, reason: FinishReason) -> None:
         if state.phase is Phase.FINISHED:
@@ -398,4 +445,5 @@ class Engine:
             finish_reason=state.finish_reason,
             steps=tuple(state.steps),
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
+            logprobs=state.take_logprobs(),
         )

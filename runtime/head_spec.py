@@ -29,6 +29,7 @@ from runtime.files import replace_atomic, write_atomic
 SPEC_VERSION = 1
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+DRAFT_VOCAB_NAME = "draft_vocab_ids"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class NormPlacement:
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """A reduced draft vocabulary; its ids are tensor ``draft_vocab_ids``, int64, ascending."""
+    """A reduced draft vocabulary; its ids are tensor ``draft_vocab_ids``, int64, strictly
+    ascending. They are ids, not offsets.
+    """
 
     size: int
     coverage: float  # share of answer tokens of the training set whose id is in the list
@@ -131,7 +134,7 @@ class HeadSpec:
         if self.norms.final:
             shapes["norm.weight"] = (width,)
         if self.draft_vocab is not None:
-            shapes["draft_vocab_ids"] = (self.draft_vocab.size,)
+            shapes[DRAFT_VOCAB_NAME] = (self.draft_vocab.size,)
         return shapes
 
     def to_json(self) -> str:
@@ -189,9 +192,24 @@ def check_head_tensors(spec: HeadSpec, tensors: Mapping[str, torch.Tensor], *, s
     """Raise ``ValueError`` naming the first missing, unexpected or mis-shaped tensor."""
     check_tensor_list(spec.tensor_shapes(), tensors, source=source)
     if spec.draft_vocab is not None:
-        ids = tensors["draft_vocab_ids"]
-        if hash_vocab_ids(ids) != spec.draft_vocab.ids_sha256:
-            raise ValueError(f"{source}: draft_vocab_ids does not match draft_vocab.ids_sha256")
+        ids_W = tensors[DRAFT_VOCAB_NAME]
+        check_draft_ids(ids_W, vocab_size=spec.vocab_size, source=f"{source}: {DRAFT_VOCAB_NAME}")
+        if hash_vocab_ids(ids_W) != spec.draft_vocab.ids_sha256:
+            raise ValueError(f"{source}: {DRAFT_VOCAB_NAME} does not match draft_vocab.ids_sha256")
+
+
+def check_draft_ids(ids_W: torch.Tensor, *, vocab_size: int, source: str) -> None:
+    """Raise ``ValueError`` unless ``ids_W`` lists token ids: int64, strictly ascending, known."""
+    if ids_W.dtype != torch.int64 or ids_W.dim() != 1 or not len(ids_W):
+        raise ValueError(
+            f"{source}: expected a list of int64 ids, got {ids_W.dtype} {list(ids_W.shape)}"
+        )
+    if len(ids_W) > 1 and int(ids_W.diff().min()) < 1:
+        raise ValueError(f"{source}: ids must be strictly ascending, each named once")
+    lowest, highest = int(ids_W[0]), int(ids_W[-1])
+    if lowest < 0 or highest >= vocab_size:
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(f"{source}: id {outside} is outside of 0..{vocab_size - 1}")
 
 
 def check_tensor_list(

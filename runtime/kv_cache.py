@@ -126,6 +126,25 @@ class SlotTable:
                 self._runs[row] += 1
             held.append(page)
 
+    def page_ids(self, row: int) -> np.ndarray:
+        """The pages that ``row`` holds, in order (int64, host)."""
+        count = len(self._pages[row])
+        return self.host_slots_RT[row, : count * self.page_size : self.page_size] // self.page_size
+
+    def adopt(self, row: int, pages: np.ndarray) -> None:
+        """Hold exactly ``pages``, which another process allocated for its own ``row``.
+
+        A table is either allocated from or told: the allocator here is not asked.
+        """
+        if np.array_equal(self.page_ids(row), pages):
+            return
+        slots = (pages[:, None] * self.page_size + self._page_offsets).ravel()
+        stop = min(slots.size, self.host_slots_RT.shape[1])
+        self.host_slots_RT[row, :stop] = slots[:stop]
+        self._pages[row] = pages.tolist()
+        breaks = np.flatnonzero(np.diff(pages) != 1)
+        self._runs[row] = int(breaks[0]) + 1 if breaks.size else len(pages)
+
     def contiguous_start(self, row: int, length: int) -> int | None:
         """First slot if the first ``length`` tokens lie in one run of slots, else ``None``."""
         if self._runs[row] * self.page_size >= length:
@@ -161,9 +180,13 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, head_dim)
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
+        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = (list(part.unbind()) for part in self._all)
+
+    def move(self, from_slots_M: torch.Tensor, to_slots_M: torch.Tensor) -> None:
+        """Copy K and V of these slots, all layers; reads everything before it writes anything."""
+        self._all.index_copy_(2, to_slots_M, self._all.index_select(2, from_slots_M))
 
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))

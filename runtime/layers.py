@@ -20,6 +20,8 @@ from runtime.cpu import Linear
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
+from runtime.parallel import ProcessGroup
+from runtime.parallel_layers import RowParallelLinear
 
 TensorSource = Callable[[str], torch.Tensor]  # hands over one tensor by name, once
 
@@ -84,7 +86,8 @@ class DecoderBlock:
 
     ``shapes`` lists the block's tensors without their layer prefix (``self_attn.q_proj.weight`` …);
     ``take`` hands them over one at a time, so that loading holds one of them beside the merged one.
-    A norm that is not listed is the identity.
+    A norm that is not listed is the identity. On several ranks ``shape``, ``shapes`` and ``take``
+    are those of this rank's part (:mod:`runtime.sharding`); the residual stream is whole on each.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class DecoderBlock:
         *,
         ops: BlockOps,
         pack: bool,
+        group: ProcessGroup,
         plus_one_norms: bool = False,
     ) -> None:
         self.shape = shape
@@ -111,9 +115,9 @@ class DecoderBlock:
             )
         attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         self.qkv = _merge(take, shapes, attention, pack)
-        self.out = _merge(take, shapes, ["self_attn.o_proj"], pack)
+        self.out = RowParallelLinear(_merge(take, shapes, ["self_attn.o_proj"], pack), group)
         self.gate_up = _merge(take, shapes, ["mlp.gate_proj", "mlp.up_proj"], pack)
-        self.down = _merge(take, shapes, ["mlp.down_proj"], pack)
+        self.down = RowParallelLinear(_merge(take, shapes, ["mlp.down_proj"], pack), group)
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 ``tau = 1 + accepted / drafts``; position rate j = drafts whose first j tokens were all accepted /
 drafts; conditional rate = ratio of neighbours. Counted before trimming at EOS, stop or length (as
 vLLM counts) and after. Steps with fewer than K drafted tokens (at the model's length limit) are
-left out and counted.
+left out and counted. Of a tree K is the depth; position j counts where the path got past it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def pool_acceptance(generations: Iterable[Generation], k: int) -> Acceptance:
 
 def count_step(step: SpecStep, k: int, *, num_output: int) -> Acceptance:
     """One step's counts; ``num_output`` is the request's output length after trimming."""
-    if len(step.draft_ids) != k:
+    if step.k != k:
         return Acceptance(k, 0, (0,) * k, (0,) * k, num_clipped=1)
     kept = min(step.num_accepted, max(0, num_output - step.start))
     return Acceptance(

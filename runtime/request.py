@@ -33,6 +33,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: bool = False  # give the log-probability of every token of the answer
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -60,11 +61,22 @@ class Request:
 
 @dataclass(frozen=True)
 class SpecStep:
-    """One verification step of one request: K drafted ids, how many were accepted, ids emitted."""
+    """One verification step of one request: K drafted ids, how many were accepted, ids emitted.
+
+    Of a tree: the nodes in breadth-first order, ``tree_parents`` with the row of each one's parent
+    (0: the last token before the draft; row i is node i - 1), and its greatest possible depth.
+    """
 
     draft_ids: tuple[int, ...]
     num_accepted: int
     start: int  # index in output_ids of the first token this step emitted
+    tree_parents: tuple[int, ...] = ()
+    tree_depth: int = 0
+
+    @property
+    def k(self) -> int:
+        """How many of the drafted tokens can be accepted at most."""
+        return self.tree_depth if self.tree_parents else len(self.draft_ids)
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,8 @@ class Generation:
 
     ``text`` (``None`` without a tokenizer) ends before a stop string, ``output_ids`` with the
     token that completed it. ``steps`` lists every verification step, counted *before* trimming
-    (as vLLM counts).
+    (as vLLM counts). ``logprobs`` (``None`` unless asked for) are the output tokens' under the
+    target itself: temperature 1, nothing filtered.
     """
 
     request_id: str
@@ -82,6 +95,7 @@ class Generation:
     finish_reason: FinishReason
     steps: tuple[SpecStep, ...] = ()
     text: str | None = None
+    logprobs: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,7 @@ class RequestState:
     steps: list[SpecStep] = field(default_factory=list)
     hidden: list[torch.Tensor] = field(default_factory=list)
     draft_hidden: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)  # per step, on the device
 
     @property
     def num_prompt(self) -> int:
@@ -163,6 +178,14 @@ class RequestState:
         self.draft_hidden.clear()
         ids = tuple(self.tokens[: hidden_TD.shape[0]])
         return HiddenRows(self.request.request_id, ids, hidden_TD, draft_TD)
+
+    def take_logprobs(self) -> tuple[float, ...] | None:
+        """Those of the output tokens; waits for the device. The state keeps none."""
+        if not self.request.sampling.logprobs:
+            return None
+        values = torch.cat(self.logprobs).tolist() if self.logprobs else []
+        self.logprobs.clear()
+        return tuple(values[: len(self.output_ids)])
 
     def reset_for_recompute(self) -> None:
         """Forget everything that prefill rebuilds; keep the tokens and the step history."""

@@ -139,6 +139,17 @@ def argmax(logits_MV: torch.Tensor) -> torch.Tensor:
     return logits_MV.max(-1).indices
 
 
+def top_candidates(logits_XV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` best tokens of each row, best first: ids and log-probabilities (float32).
+
+    Any leading shape X. A tie at the edge may fall either way.
+    """
+    top = logits_XV.topk(count, dim=-1)
+    best = top.values[..., :1].float()
+    total = (logits_XV.float() - best).exp_().sum(-1, keepdim=True)
+    return top.indices, top.values.float() - best - total.log_()
+
+
 def inverse_cdf(weights_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Tensor:
     """First token whose cumulative weight exceeds ``uniform * total``; never one of weight zero.
 

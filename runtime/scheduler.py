@@ -9,10 +9,12 @@ recomputed later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.kv_cache import OutOfPagesError, SlotTable
 from runtime.request import Phase, RequestState
+from runtime.spec.choose import LengthChooser, Load
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class StepPlan:
     num_draft_tokens: int
 
 
+def decode_load(works: Sequence[Work]) -> Load:
+    """What a decode-only step over ``works`` runs over."""
+    return Load(len(works), sum(work.start + 1 for work in works))
+
+
 class Scheduler:
     """Owns the waiting queue, the running list and the slot table's rows."""
 
@@ -48,16 +55,22 @@ class Scheduler:
         max_batch_tokens: int,
         max_model_len: int,
         num_draft_tokens: int,
+        draft_ahead: int = 0,
+        num_extra_slots: int = 0,
+        chooser: LengthChooser | None = None,
     ) -> None:
         self.table = table
         self.max_running = max_running
         self.max_batch_tokens = max_batch_tokens
         self.max_model_len = max_model_len
         self.num_draft_tokens = num_draft_tokens
+        self.draft_ahead = draft_ahead  # slots by which the draft's cache is longer
+        self.num_extra_slots = num_extra_slots  # that a step writes behind its K + 1 positions
         self.max_rows_per_request = 0  # 0: a prompt may fill a batch
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
         self.num_preemptions = 0
+        self.chooser = chooser  # none: always as many drafts as fit
 
     @property
     def has_work(self) -> bool:
@@ -97,12 +110,17 @@ class Scheduler:
                 budget -= count
         assert works, "nothing can run although requests are waiting"
         is_decode_only = len(works) == len(decoding)
-        longest = max((state.committed for state in decoding), default=0)
         return StepPlan(
             works=tuple(works),
             is_decode_only=is_decode_only,
-            num_draft_tokens=self._clip(longest) if is_decode_only else 0,
+            num_draft_tokens=self._draft_length(works) if is_decode_only else 0,
         )
+
+    def learn(self, plan: StepPlan, *, accepted: Sequence[int], seconds: float) -> None:
+        """Tell the chooser of draft lengths, where there is one, what this step took and gave."""
+        if self.chooser is not None and plan.is_decode_only:
+            load = decode_load(plan.works)
+            self.chooser.observe(plan.num_draft_tokens, load, seconds=seconds, accepted=accepted)
 
     def look_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The plain decode step after ``plan``, whose tokens the host has not seen yet.
@@ -129,19 +147,23 @@ class Scheduler:
             except OutOfPagesError:
                 return None
             works.append(Work(state, start, 1, samples=True))
-        if not works:
+        if not works or self._draft_length(works):
             return None
         return StepPlan(tuple(works), is_decode_only=True, num_draft_tokens=0)
 
     def _clip(self, committed: int) -> int:
-        """K so that row ``committed + K`` stays below ``max_model_len``."""
-        return max(0, min(self.num_draft_tokens, self.max_model_len - 1 - committed))
+        """K so that every row, ``committed + K + draft_ahead`` at most, is in the table."""
+        longest = self.max_model_len - 1 - self.draft_ahead - committed
+        return max(0, min(self.num_draft_tokens, longest))
 
     def _rows_reserved(self, state: RequestState) -> int:
-        """Length that must have slots: all known tokens and, once decoding, K rows more."""
+        """Length that must have slots: all known tokens and, once decoding, K rows more (one more
+        for a draft that runs ahead; behind them what else the schedule writes).
+        """
         if state.encode_only:
             return len(state.tokens)
-        return min(len(state.tokens) + self.num_draft_tokens, self.max_model_len)
+        num_rows = len(state.tokens) + self.num_draft_tokens + self.draft_ahead
+        return min(num_rows, self.max_model_len) + self.num_extra_slots
 
     def _reserve_decoding(self) -> None:
         for state in list(self.running):
@@ -181,3 +203,10 @@ class Scheduler:
             self.table.reserve(state.row, self._rows_reserved(state))
             state.phase = Phase.PREFILL
             self.running.append(state)
+
+    def _draft_length(self, works: Sequence[Work]) -> int:
+        """K of a decode-only step: what was chosen, as far as the longest request has room."""
+        k = self._clip(max(work.start for work in works))
+        if self.chooser is None:
+            return k
+        return min(k, self.chooser.choose(decode_load(works)))

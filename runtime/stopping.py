@@ -1,15 +1,45 @@
-"""Stop strings: when one is complete, and what of the text is shown."""
+"""When a request has ended: at EOS, a stop token or string, or a length; and what text is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+from runtime.request import RequestState
 
 
 class Detokenizer(Protocol):
     """What stop strings and ``Generation.text`` need of a tokenizer."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def append_tokens(
+    state: RequestState,
+    new_ids: Sequence[int],
+    *,
+    eos_token_ids: Collection[int],
+    tokenizer: Detokenizer | None,
+    max_model_len: int,
+) -> int:
+    """Append new tokens up to the first that ends the request; returns how many were kept."""
+    sampling = state.request.sampling
+    for count, token in enumerate(new_ids, start=1):
+        state.tokens.append(token)
+        is_eos = token in eos_token_ids and not sampling.ignore_eos
+        is_stop = token in sampling.stop_token_ids or hits_stop_string(
+            tokenizer, state.output_ids, sampling.stop
+        )
+        if is_eos or is_stop:
+            state.finish_reason = "stop"
+        elif (
+            len(state.tokens) - state.num_prompt >= sampling.max_tokens
+            or len(state.tokens) >= max_model_len
+        ):
+            state.finish_reason = "length"
+        if state.finish_reason is not None:
+            return count
+    return len(new_ids)
 
 
 def hits_stop_string(

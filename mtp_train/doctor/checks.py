@@ -222,10 +222,8 @@ def _check_packages(machine: Machine) -> Finding:
 
 def _describe_flashinfer(machine: Machine) -> Finding:
     if machine.flashinfer:
-        return Finding(
-            "FlashInfer", "ok", f"{machine.flashinfer} (no attention backend uses it yet)"
-        )
-    return Finding("FlashInfer", "ok", "not installed; optional, nothing uses it yet")
+        return Finding("FlashInfer", "ok", f"{machine.flashinfer} (runtime.attention)")
+    return Finding("FlashInfer", "ok", "not installed; optional, a GPU attends without it too")
 
 
 def _check_engine(machine: Machine) -> Finding:

@@ -31,6 +31,7 @@ from mtp_train.features.sources import FeatureSource, HuggingFaceSource
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.kv_cache import SlotTable
 from runtime.models.base import Model
+from runtime.team import Team
 
 _PAGE_SIZE = 16
 _ERROR_FACTOR = 2.0
@@ -74,38 +75,44 @@ class DecodeReference(LogitsReference):
 
     name = DECODE
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, team: Team) -> None:
+        self._team = team
 
-    @torch.inference_mode()
     def logits(self, windows: Sequence[Window]) -> list[torch.Tensor]:
-        return [self._decode(window) for window in windows]
+        logits: list[torch.Tensor] = self._team.call(_decode_windows, tuple(windows))
+        return logits
 
-    def _decode(self, window: Window) -> torch.Tensor:
-        model, length = self._model, len(window.token_ids)
-        num_pages = -(-length // _PAGE_SIZE)
-        table = SlotTable(num_rows=1, max_len=length, page_size=_PAGE_SIZE, num_pages=num_pages)
-        pool = model.new_pool(num_pages * _PAGE_SIZE)
-        row = table.acquire_row()
-        table.reserve(row, length)
 
-        def forward(mode: BatchMode, start: int, stop: int) -> torch.Tensor:
-            batch = build_batch(
-                mode,
-                table=table,
-                table_rows=[row],
-                starts=[start],
-                q_lens=[stop - start],
-                input_ids_N=upload_ids(window.token_ids[start:stop], model.device),
-                device=model.device,
-            )
-            return model.forward(batch, table, pool)
+@torch.inference_mode()
+def _decode_windows(model: Model, windows: Sequence[Window]) -> list[torch.Tensor]:
+    return [_decode_window(model, window) for window in windows]
 
-        if window.start:
-            forward(BatchMode.PREFILL, 0, window.start)
-        positions = range(window.start, length - 1)
-        rows = [model.logits(forward(BatchMode.DECODE, i, i + 1)).float().cpu() for i in positions]
-        return torch.cat(rows)
+
+def _decode_window(model: Model, window: Window) -> torch.Tensor:
+    length = len(window.token_ids)
+    num_pages = -(-length // _PAGE_SIZE)
+    table = SlotTable(num_rows=1, max_len=length, page_size=_PAGE_SIZE, num_pages=num_pages)
+    pool = model.new_pool(num_pages * _PAGE_SIZE)
+    row = table.acquire_row()
+    table.reserve(row, length)
+
+    def forward(mode: BatchMode, start: int, stop: int) -> torch.Tensor:
+        batch = build_batch(
+            mode,
+            table=table,
+            table_rows=[row],
+            starts=[start],
+            q_lens=[stop - start],
+            input_ids_N=upload_ids(window.token_ids[start:stop], model.device),
+            device=model.device,
+        )
+        return model.forward(batch, table, pool)
+
+    if window.start:
+        forward(BatchMode.PREFILL, 0, window.start)
+    positions = range(window.start, length - 1)
+    rows = [model.logits(forward(BatchMode.DECODE, i, i + 1)).float().cpu() for i in positions]
+    return torch.cat(rows)
 
 
 class HuggingFaceReference(LogitsReference):

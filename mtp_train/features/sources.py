@@ -39,7 +39,10 @@ class FeatureSource(ABC):
 
 
 class RuntimeSource(FeatureSource):
-    """The runtime's packed, chunked forward: ``max_batch_tokens`` rows at a time."""
+    """The runtime's packed, chunked forward: ``max_batch_tokens`` rows at a time.
+
+    Over several ranks the first one asks; the others follow its ``engine``.
+    """
 
     name = "runtime"
 
@@ -55,15 +58,15 @@ class RuntimeSource(FeatureSource):
             max_model_len=max_len,
             max_batch_tokens=max_batch_tokens,
         )
-        self._engine = Engine(model, config=config)
+        self.engine = Engine(model, config=config)
         self._max_batch_tokens = max_batch_tokens
 
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Iterator[HiddenRows]:
-        return self._engine.forward_hidden(sequences, max_batch_tokens=self._max_batch_tokens)
+        return self.engine.forward_hidden(sequences, max_batch_tokens=self._max_batch_tokens)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(hidden_MD.to(self.model.device, self.dtype)).float()
+        return self.engine.logits(hidden_MD.to(self.model.device, self.dtype)).float()
 
 
 class HuggingFaceSource(FeatureSource):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mtp_train.config import Config
-from mtp_train.distributed import ProcessGroup
+from mtp_train.distributed import ProcessGroup, SingleProcessGroup
 from mtp_train.features.p0 import DecodeReference, HuggingFaceReference, LogitsReference, P0Check
 from mtp_train.features.sources import (
     FeatureSource,
@@ -21,6 +23,7 @@ from runtime.cpu import set_threads
 from runtime.models.base import Model
 from runtime.models.loader import load_target
 from runtime.processor import count_physical_cores
+from runtime.team import SoloTeam, Team
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,55 @@ class Workbench:
     source: FeatureSource
     check: P0Check
 
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """What the first of the ranks that share the weights does; lets the others go after it."""
+        try:
+            yield
+        finally:
+            if isinstance(self.source, RuntimeSource):
+                self.source.engine.dismiss()
+
+    def follow(self) -> None:
+        """What the other ranks do meanwhile."""
+        assert isinstance(self.source, RuntimeSource), "other sources are not spread over ranks"
+        self.source.engine.follow()
+
 
 def load_workbench(
-    config: Config, directory: Path, *, group: ProcessGroup, max_len: int
+    config: Config,
+    directory: Path,
+    *,
+    group: ProcessGroup,
+    max_len: int,
+    tensor_group: ProcessGroup | None = None,
 ) -> Workbench:
-    """Load the target for the chosen source and for the references of P0."""
+    """Load the target for the chosen source and for the references of P0.
+
+    ``group``: all ranks, which share the machine's cores. ``tensor_group``: those that share one
+    copy of the weights (default: each process has its own). Its first rank asks source and check,
+    the others call :meth:`Workbench.follow`; what is not spread is loaded by the first one only.
+    """
     device = group.device
     dtype = target_dtype(config.target, device)
     if device.type == "cpu":
         threads = config.runtime.num_threads or count_physical_cores() // group.local_world_size
         set_threads(max(1, threads))
     features = config.features
+    tensor_group = tensor_group or SingleProcessGroup(device)
+    team: Team | None = None
     model: Model | None = None
     if features.source == "runtime" or "decode" in features.p0_references:
         model = load_target(
-            directory, dtype=dtype, device=device, cache_dir=cache_directory(config.target)
+            directory,
+            dtype=dtype,
+            device=device,
+            attention=config.runtime.attention,
+            attention_kernel=config.runtime.attention_kernel,
+            cache_dir=cache_directory(config.target),
+            group=tensor_group,
         ).model
+        team = SoloTeam(model)
     loaded: dict[torch.dtype, HuggingFaceSource] = {}
 
     def hugging_face(wanted: torch.dtype) -> HuggingFaceSource:
@@ -65,13 +101,14 @@ def load_workbench(
     if features.source == "runtime":
         assert model is not None, "the runtime source loads the runtime's model"
         source = RuntimeSource(model, max_batch_tokens=features.max_batch_tokens, max_len=max_len)
+        team = source.engine.team
     else:
         source = hugging_face(dtype)
     references: list[LogitsReference] = []
     if "decode" in features.p0_references:
-        assert model is not None, "the decode reference loads the runtime's model"
-        references.append(DecodeReference(model))
-    if "huggingface" in features.p0_references:
+        assert team is not None, "the decode reference loads the runtime's model"
+        references.append(DecodeReference(team))
+    if "huggingface" in features.p0_references and tensor_group.is_leader:
         references.append(HuggingFaceReference(hugging_face(torch.float32)))
     check = P0Check(
         source,

@@ -11,6 +11,7 @@ from mtp_train.config import Config
 from mtp_train.events import to_jsonable
 from mtp_train.preflight.flight import ENGINE_HOP, Preflight
 from mtp_train.preflight.hops import Hop, HopResult, hops_table, run_hops
+from mtp_train.rules import require_chain
 from mtp_train.run_dir import RunDirectory, StageRecord, write_json_atomic
 from mtp_train.serving.engine import open_engine
 
@@ -27,6 +28,7 @@ def run(config: Config) -> int:
     """
     from mtp_train.console import format_duration, make_console, setup_logging
 
+    require_chain(config, "preflight")
     serve = open_engine(config) if config.engine.kind != "none" else None  # looked at first
     console = make_console()
     setup_logging(console)

@@ -144,6 +144,14 @@ class Breakdown:
 
 
 @dataclass(frozen=True)
+class DraftVocabulary:
+    """The list of ids that the measured head drafts from, and the engines that could serve it."""
+
+    size: int
+    served_by: str
+
+
+@dataclass(frozen=True)
 class Parity:
     """``parity.json``. ``is_stale``: the run's head is not the one that was measured."""
 
@@ -158,6 +166,7 @@ class Parity:
     breakdown: tuple[Breakdown, ...] = ()
     target_kv_bytes: int | None = None  # per token
     draft_kv_bytes: int | None = None
+    draft_vocab: DraftVocabulary | None = None  # none: the whole vocabulary
 
 
 @dataclass(frozen=True)

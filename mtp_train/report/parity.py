@@ -12,6 +12,7 @@ from mtp_train.report.facts import (
     Acceptance,
     Breakdown,
     DecodeSpeed,
+    DraftVocabulary,
     Figure,
     Parity,
     Prediction,
@@ -60,12 +61,18 @@ def read_parity(file: Path, head: Path) -> Parity:
         breakdown=tuple(_breakdown(row) for row in rows(content.get("breakdown"))),
         target_kv_bytes=whole(speed_figures.get("target_kv_bytes_per_token")),
         draft_kv_bytes=whole(speed_figures.get("draft_kv_bytes_per_token")),
+        draft_vocab=_draft_vocab(mapping(content.get("draft_vocab"))),
     )
 
 
 def tau_of_rates(conditional: tuple[float, ...]) -> float:
     """Tokens per step that conditional acceptance rates amount to."""
     return 1 + sum(itertools.accumulate(conditional, lambda a, b: a * b))
+
+
+def _draft_vocab(content: Mapping[str, Any]) -> DraftVocabulary | None:
+    size = whole(content.get("size"))
+    return None if size is None else DraftVocabulary(size, text(content.get("served_by")))
 
 
 def _is_stale(content: Mapping[str, Any], head: Path) -> bool:

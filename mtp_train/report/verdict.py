@@ -83,6 +83,13 @@ def _about_rungs(facts: RunFacts) -> Iterator[Reason]:
             "against",
             "The head in this run is not the one that was measured; validate it again.",
         )
+    if parity.draft_vocab is not None:
+        yield Reason(
+            "against",
+            f"The head drafts from {formats.count(parity.draft_vocab.size)} ids only; it can be "
+            f"served by: {parity.draft_vocab.served_by}. Exported without the list it has other "
+            "figures, which have to be measured.",
+        )
     for rung in parity.rungs:
         if rung.passed is False:
             yield Reason("against", f"{rung.name} failed: {_said(rung)}")

@@ -56,7 +56,7 @@ def rows_by_label(
     for index, generation in enumerate(measured.generations):
         own: dict[str, list[SpecStep]] = {}
         for step in generation.steps:
-            if len(step.draft_ids) == k:  # clipped steps are no drafts
+            if step.k == k:  # clipped steps are no drafts
                 own.setdefault(label_of(index, step), []).append(step)
         for label, steps in own.items():
             parts.setdefault(label, []).append(replace(generation, steps=tuple(steps)))

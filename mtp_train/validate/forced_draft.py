@@ -2,7 +2,8 @@
 
 With it the price of a speculative step is measured beforehand, independent of what a head accepts.
 
-Shape legend: N rows, M selected rows, D the head's width, V vocabulary, R table rows, T positions.
+Shape legend: N rows, M selected rows, D the head's width, W draft vocabulary, R table rows, T
+positions.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class ForcedDraft(DraftModel):
     """Runs ``head`` and then overrules its logits. The row's place travels behind its state.
 
     ``answers[request_id]`` are the tokens (prompt and output) the owner is expected to have. Row i
-    at position p predicts token p + 2; ``is_right`` drafts that token, else another one. At most
-    128 requests may decode together.
+    at position p predicts token p + 2; ``is_right`` drafts that token (where the head has it in its
+    draft vocabulary), else another one. At most 128 requests may decode together.
     """
 
     def __init__(
         self, head: MtpHead, answers: Mapping[str, Sequence[int]], *, is_right: bool
     ) -> None:
         self.device, self.dtype = head.device, head.dtype
-        self.vocab_size = self.draft_vocab_size = head.vocab_size
-        self.draft_vocab_ids = None
+        self.vocab_size, self.draft_vocab_size = head.vocab_size, head.draft_vocab_size
+        self.draft_vocab_ids = head.draft_vocab_ids
         self.width = head.width + _EXTRA
         self.engine: Engine | None = None  # set once the engine exists
         self._head = head
@@ -71,15 +72,23 @@ class ForcedDraft(DraftModel):
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         width = self._head.width
-        logits_MV = self._head.logits(hidden_MD[:, :width])
+        logits_MW = self._head.logits(hidden_MD[:, :width])
         high_M, mid_M, low_M, row_M = hidden_MD[:, width:].long().unbind(1)
         wanted_M = ((high_M * _BASE + mid_M) * _BASE + low_M + 2).clamp_max(
             self._tokens_RT.shape[1] - 1
         )
-        token_M = self._tokens_RT[row_M, wanted_M]
+        column_M = self._columns(self._tokens_RT[row_M, wanted_M])
         if not self._is_right:
-            token_M = (token_M + 1) % self.vocab_size
-        return logits_MV.scatter(1, token_M[:, None], torch.finfo(self.dtype).max)
+            column_M = (column_M + 1) % self.draft_vocab_size
+        return logits_MW.scatter(1, column_M[:, None], torch.finfo(self.dtype).max)
+
+    def _columns(self, token_M: torch.Tensor) -> torch.Tensor:
+        """Columns of these tokens; the first one for a token that the draft cannot propose."""
+        ids_W = self.draft_vocab_ids
+        if ids_W is None:
+            return token_M
+        column_M = torch.searchsorted(ids_W, token_M).clamp_max(len(ids_W) - 1)
+        return torch.where(ids_W.take(column_M) == token_M, column_M, 0)
 
     def _learn_owners(self) -> None:
         assert self.engine is not None, "set .engine before the first step"

@@ -101,7 +101,7 @@ def validate_directory(place: Path, step: int) -> ValidationResult:
     group = init_process_group(device=config.target.device)
     if group.device.type == "cpu":
         set_threads(config.runtime.num_threads)
-    target = open_target(config.target, device=group.device)
+    target = open_target(config.target, device=group.device, runtime=config.runtime)
     spec, tensors = load_head(place)
     result = build_validator(config, target=target, group=group)(step, spec, tensors)
     write_json_atomic(place / _RESULT_NAME, dataclasses.asdict(result))

@@ -169,18 +169,21 @@ def fit_engine(
     max_running: int,
 ) -> EngineConfig:
     """``config`` with the capacity that these prompts need, so that nothing is preempted or clipped
-    at the model's length limit. K/V memory is the only thing that grows with it.
+    at the model's length limit. K/V memory is the only thing that grows with it. Every step drafts
+    exactly ``k`` tokens.
     """
     max_running = max(1, min(max_running, len(prompt_lens)))
     max_model_len = max(prompt_lens) + max_tokens + k + 1
-    pages = -(-max_model_len // config.page_size) + 1  # one spare page each, for admission
+    slots = max_model_len + config.extra_slots(k)
+    pages = -(-slots // config.page_size) + 1  # one spare page each, for admission
     return replace(
         config,
         num_draft_tokens=k,
+        draft_length="pinned",
         max_running=max_running,
         max_model_len=max_model_len,
         num_pages=pages * max_running,
-        max_batch_tokens=max(config.max_batch_tokens, max_running * (k + 1)),
+        max_batch_tokens=max(config.max_batch_tokens, max_running * config.verify_rows(k)),
     )
 
 

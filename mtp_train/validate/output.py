@@ -17,6 +17,7 @@ import torch
 from data_prep.token_set import read_fingerprint
 from mtp_train.config import Config
 from mtp_train.export.commands import README_NAME, refresh_readme
+from mtp_train.export.engines import servable_by
 from mtp_train.export.reader import is_export, load_any_head
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
@@ -83,6 +84,12 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
     validate = asdict(config.validate)
     for name in ("head", *_TRAINING_ONLY):
         del validate[name]
+    # A ladder is climbed with a head's chain of K drafts: what else there is decides nothing.
+    runtime = {
+        name: value
+        for name, value in asdict(config.runtime).items()
+        if "tree" not in name and name not in ("schedule", "draft_length")
+    }
     template = config.data.chat_template
     manifests = {split: run.features / split / MANIFEST_NAME for split in ("train", "validation")}
     token_set = read_fingerprint(run.data)
@@ -94,7 +101,7 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
         "dtype": dtype_name(target_dtype(config.target, device)),
         "seed": config.seed,
         "validate": validate,
-        "runtime": asdict(config.runtime) | {"device": str(device)},
+        "runtime": runtime | {"device": str(device)},
         "chat_template": sha256_file(Path(template)) if template else "",
         "chat_template_kwargs": dict(config.data.chat_template_kwargs),
         "p0_max_logprob_gap": config.features.p0_max_logprob_gap,
@@ -111,6 +118,14 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
     ``samples.json`` into the run directory; without samples an older one is removed.
     """
     content = _keep_engine_rung(report.to_dict(), run.parity_file)
+    if spec.draft_vocab is not None:
+        servable = servable_by(spec)
+        content["draft_vocab"] = {
+            "size": spec.draft_vocab.size,
+            "coverage": spec.draft_vocab.coverage,
+            "served_by": str(servable),
+            "why": servable.why,
+        }
     if report.samples is None:
         run.samples_file.unlink(missing_ok=True)
     else:
@@ -181,7 +196,7 @@ def describe_head(report: LadderReport, spec: HeadSpec) -> str:
 Drafts tokens for speculative decoding with one target model, and with no other: the one whose
 weights have the fingerprint `{report.target}`. Embedding and `lm_head` are the target's and not in
 here. {num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query and \
-{spec.num_kv_heads} key/value heads, vocabulary {spec.vocab_size}.
+{spec.num_kv_heads} key/value heads, vocabulary {spec.vocab_size}.{_draft_vocab(spec)}
 
 {hashes}
 
@@ -213,6 +228,16 @@ engine = Engine(
 )
 ```
 """
+
+
+def _draft_vocab(spec: HeadSpec) -> str:
+    vocab, servable = spec.draft_vocab, servable_by(spec)
+    if vocab is None:
+        return ""
+    return (
+        f"\nDrafts from {vocab.size:,} of these ids, {vocab.coverage:.2%} of the answer tokens it "
+        f"was trained on.\n\nCan be served by: {servable} ({servable.why})."
+    )
 
 
 def _stored_verdict(record: StageRecord, run: RunDirectory) -> bool | None:

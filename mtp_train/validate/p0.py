@@ -28,6 +28,7 @@ from mtp_train.features.shards import FeatureSample
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject, dtype_name
+from runtime.team import SoloTeam
 
 _BATCH_TOKENS = 1024
 _KL_ROWS = 256  # rows whose logits exist at once
@@ -112,7 +113,7 @@ def _check_paths(
     lost = [s.sample_id for s in samples if len(s.hidden) != len(sequences[int(s.sample_id)])]
     check = P0Check(
         source,
-        [DecodeReference(model), hugging_face],
+        [DecodeReference(SoloTeam(model)), hugging_face],
         codec="fp32",  # the codec is measured on what is stored
         num_samples=len(samples),
         num_rows=num_rows,

@@ -91,7 +91,7 @@ def check(
             **measured.forced,
         }
         for k in draft_lengths:
-            row, entry = _compare(measured, k, prompt_set)
+            row, entry = compare_speed(measured, k, prompt_set)
             speeds.append(row)
             figures[f"{cell.name}_k{k}"] = entry
             if cell.batch_size == 1 and not cell.context_len:
@@ -119,7 +119,7 @@ def run_cell(
     groups = make_groups(prompts, cell, max_tokens=max_tokens)
     bench = SpeedBench(subject, groups)
     short = [_shorten(request, min(_FORCED_TOKENS, max_tokens)) for request in groups[0]]
-    cost, forced = _measure_cost(bench, short, sorted({1, max(2, *draft_lengths)}))
+    cost, forced = measure_cost(bench, short, sorted({1, max(2, *draft_lengths)}))
     lengths = [0, *draft_lengths]
     for k in lengths:
         bench.run(groups[0], k)  # warm: first use of every shape
@@ -154,9 +154,10 @@ def _shorten(request: Request, max_tokens: int) -> Request:
     return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
 
-def _measure_cost(
+def measure_cost(
     bench: SpeedBench, group: Sequence[Request], lengths: Sequence[int]
 ) -> tuple[CostModel, dict[str, float]]:
+    """c and v from forced drafts at two or more K, and the figures that they were taken from."""
     answers = bench.plain_answers(group)
     plain: list[float] = []
     steps: dict[tuple[int, bool], list[float]] = {}
@@ -179,7 +180,10 @@ def _measure_cost(
     return fit_cost_model(ratios), forced
 
 
-def _compare(measured: CellRuns, k: int, prompt_set: str) -> tuple[SpeedResult, dict[str, Any]]:
+def compare_speed(
+    measured: CellRuns, k: int, prompt_set: str
+) -> tuple[SpeedResult, dict[str, Any]]:
+    """Speed at ``k`` against plain decoding, as a record and as figures of the rung."""
     cell, sums_P2 = measured.cell, measured.sums(k)
     if len(sums_P2) < 4:  # too few groups to resample: resample single runs
         pairs = zip(measured.runs[0], measured.runs[k], strict=True)

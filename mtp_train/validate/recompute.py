@@ -6,7 +6,7 @@ engine steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,12 @@ from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.engine import Engine
 from runtime.kv_cache import SlotTable
 from runtime.request import Phase, RequestState
+from runtime.spec.base import PlainSchedule, Runner
+from runtime.spec.draft_target import DraftTargetSchedule
 from runtime.spec.mtp import MtpSchedule
 
 _PAGE_SIZE = 16
+Part = tuple[str, torch.Tensor, torch.Tensor]  # name, what the engine holds, what is right
 
 
 @dataclass(frozen=True)
@@ -32,57 +35,101 @@ class StateError:
 def draft_state_errors(engine: Engine) -> Iterator[StateError]:
     """Every part of the state of every decoding request, compared with fresh forwards."""
     schedule = engine.schedule
-    assert isinstance(schedule, MtpSchedule), "only a speculating engine has draft state"
     for state in engine.scheduler.running:
-        if state.phase is Phase.DECODE:
-            yield from _request_errors(engine, schedule, state)
+        if state.phase is not Phase.DECODE:
+            continue
+        assert state.committed == len(state.tokens) - 1, "committed is not one behind the tokens"
+        if isinstance(schedule, DraftTargetSchedule):
+            parts = [*_target_parts(schedule, state), *draft_model_parts(schedule, state)]
+        else:
+            assert isinstance(schedule, MtpSchedule), "only a speculating engine has draft state"
+            parts = _head_parts(schedule, state)
+        for name, held, fresh in parts:
+            scale = fresh.abs().max().clamp_min(1e-6)
+            error = float((held - fresh).abs().max() / scale)
+            yield StateError(state.request.request_id, name, error)
+        is_same = int(schedule.last_ids_R[state.row]) == state.tokens[-1]
+        yield StateError(state.request.request_id, "relay token", 0.0 if is_same else float("inf"))
 
 
 @torch.inference_mode()
-def _request_errors(
-    engine: Engine, schedule: MtpSchedule, state: RequestState
-) -> Iterator[StateError]:
+def _head_parts(schedule: MtpSchedule, state: RequestState) -> list[Part]:
+    """Draft row i takes the target's state of row i and token i + 1."""
     length, tokens = state.committed, state.tokens
-    assert length == len(tokens) - 1, "committed length is not one behind the tokens"
-    target, head = schedule.target.model, schedule.head
-    num_pages = -(-length // _PAGE_SIZE)
-    table = SlotTable(num_rows=1, max_len=length, page_size=_PAGE_SIZE, num_pages=num_pages)
-    row = table.acquire_row()
-    table.reserve(row, length)
-    target_pool = target.new_pool(num_pages * _PAGE_SIZE)
-    draft_pool = head.new_pool(num_pages * _PAGE_SIZE)
+    target, head = _Fresh(schedule.target), _Fresh(schedule.draft)
+    hidden_TD = target.run(tokens[:length])
+    draft_TD = head.run(tokens[1 : length + 1], hidden_TD)
+    return [
+        *target.cache_parts("target", state.row, [-1]),
+        *head.cache_parts("draft", state.row, [0]),
+        ("relay hidden", schedule.hidden_RD[state.row], draft_TD[-1]),
+        (
+            "relay logits",
+            schedule.logits_RV[state.row],
+            schedule.head.logits(draft_TD[-1:])[0],
+        ),
+    ]
 
-    def rows_of(ids: list[int], hidden_TD: torch.Tensor | None) -> torch.Tensor:
+
+@torch.inference_mode()
+def draft_model_parts(schedule: DraftTargetSchedule, state: RequestState) -> list[Part]:
+    """The draft is a model of its own and has processed every known token. For the leader."""
+    assert schedule.draft is not None, "only the leader has draft state"
+    draft = _Fresh(schedule.draft)
+    draft_TD = draft.run(state.tokens)
+    return [
+        *draft.cache_parts("draft", state.row, range(len(draft.pool.k))),
+        (
+            "relay logits",
+            schedule.logits_RV[state.row],
+            schedule.draft.model.logits(draft_TD[-1:])[0],
+        ),
+    ]
+
+
+@torch.inference_mode()
+def _target_parts(schedule: PlainSchedule, state: RequestState) -> list[Part]:
+    target = _Fresh(schedule.target)
+    target.run(state.tokens[:-1])
+    return target.cache_parts("target", state.row, [-1])
+
+
+class _Fresh:
+    """One forward of a runner's model over an empty cache of its own."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.length = 0
+
+    def run(self, ids: list[int], hidden_TD: torch.Tensor | None = None) -> torch.Tensor:
+        self.length = len(ids)
+        num_pages = -(-self.length // _PAGE_SIZE)
+        self.table = SlotTable(
+            num_rows=1, max_len=self.length, page_size=_PAGE_SIZE, num_pages=num_pages
+        )
+        row = self.table.acquire_row()
+        self.table.reserve(row, self.length)
+        model = self.runner.model
+        self.pool = model.new_pool(num_pages * _PAGE_SIZE)
         batch = build_batch(
             BatchMode.PREFILL,
-            table=table,
+            table=self.table,
             table_rows=[row],
             starts=[0],
-            q_lens=[length],
-            input_ids_N=upload_ids(ids, engine.target.device),
-            device=engine.target.device,
+            q_lens=[self.length],
+            input_ids_N=upload_ids(ids, model.device),
+            device=model.device,
             hidden_ND=hidden_TD,
         )
-        if hidden_TD is None:
-            return target.forward(batch, table, target_pool)
-        return head.forward(batch, table, draft_pool)
+        return model.forward(batch, self.table, self.pool)
 
-    hidden_TD = rows_of(tokens[:length], None)
-    draft_TD = rows_of(tokens[1 : length + 1], hidden_TD)
-    fresh = table.slots(row, 0, length)
-    held = engine.table.slots(state.row, 0, length)
-    target_held, draft_held = schedule.target.pool, schedule.draft.pool
-    pairs = [
-        ("target K", target_held.k[-1][held], target_pool.k[-1][fresh]),
-        ("target V", target_held.v[-1][held], target_pool.v[-1][fresh]),
-        ("draft K", draft_held.k[0][held], draft_pool.k[0][fresh]),
-        ("draft V", draft_held.v[0][held], draft_pool.v[0][fresh]),
-        ("relay hidden", schedule.hidden_RD[state.row], draft_TD[-1]),
-        ("relay logits", schedule.logits_RV[state.row], head.logits(draft_TD[-1:])[0]),
-    ]
-    for name, got, want in pairs:
-        scale = want.abs().max().clamp_min(1e-6)
-        error = float((got - want).abs().max() / scale)
-        yield StateError(state.request.request_id, name, error)
-    is_same = int(schedule.last_ids_R[state.row]) == tokens[-1]
-    yield StateError(state.request.request_id, "relay token", 0.0 if is_same else float("inf"))
+    def cache_parts(self, name: str, row: int, layers: Iterable[int]) -> list[Part]:
+        """K and V of the runner's pool at table row ``row`` beside those of :meth:`run`."""
+        held = self.runner.table.slots(row, 0, self.length)
+        fresh = self.table.slots(0, 0, self.length)
+        pool = self.runner.pool
+        return [
+            (f"{name} {kind}", mine[layer][held], other[layer][fresh])
+            for layer in layers
+            for kind, mine, other in (("K", pool.k, self.pool.k), ("V", pool.v, self.pool.v))
+        ]

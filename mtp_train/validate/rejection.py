@@ -23,6 +23,7 @@ from runtime.models.config import ModelConfig
 from runtime.models.heads import build_head
 from runtime.models.llama import LlamaModel
 from runtime.ops import TorchOps
+from runtime.parallel import SingleProcessGroup
 from runtime.request import Request, SamplingParams
 
 FALSE_ALARM = 1e-4
@@ -137,6 +138,7 @@ def tiny_pair(*, seed: int = 0) -> tuple[LlamaModel, DraftModel]:
         ops=TorchOps(),
         dtype=torch.float32,
         device=torch.device("cpu"),
+        group=SingleProcessGroup(torch.device("cpu")),
     )
     spec = make_head_spec(HeadConfig(), config, fingerprint="")
     tensors = {name: draw(shape) for name, shape in spec.tensor_shapes().items()}

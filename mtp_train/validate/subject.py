@@ -65,7 +65,12 @@ class Subject:
     def target(self, dtype: torch.dtype) -> Target:
         if dtype not in self._targets:
             self._targets[dtype] = load_target(
-                self.target_path, dtype=dtype, device=self.device, cache_dir=self.cache_dir
+                self.target_path,
+                dtype=dtype,
+                device=self.device,
+                attention=self.engine_config.attention,
+                attention_kernel=self.engine_config.attention_kernel,
+                cache_dir=self.cache_dir,
             )
         return self._targets[dtype]
 
@@ -85,6 +90,10 @@ class Subject:
         head = build_training_head(spec, dtype=dtype).to(self.device)
         head.load_tensors({n: t for n, t in self.tensors.items() if n != "draft_vocab_ids"})
         return head.eval()
+
+    def with_head(self, head_path: Path) -> Subject:
+        """Another head over the same loaded target."""
+        return replace(self, head_path=head_path, _heads={}, _contract=None, _head_sha256={})
 
     def embedding(self, dtype: torch.dtype) -> torch.Tensor:
         """``[V, D]``, the target's own tensor."""

@@ -9,12 +9,16 @@ Shape legend: N rows, H query heads, G key/value heads, C head width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import fields
+from enum import Enum
 from typing import Any
 
 import torch
 
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
+
+_NOT_PLANNED = frozenset({"input_ids_N", "hidden_ND", "positions_N", "plans"})
 
 
 class AttentionBackend(ABC):
@@ -23,6 +27,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: ForwardBatch, table: SlotTable) -> Any:
         """Host work for one batch; every ``run`` of that forward (all layers) gets the result."""
+
+    def plan_once(self, batch: ForwardBatch, table: SlotTable) -> Any:
+        """:meth:`plan`, or the plan that another model made with this backend over the same rows.
+
+        Ids, hidden states and positions are the models' own; everything else decides the plan.
+        """
+        parts = [
+            getattr(batch, field.name) for field in fields(batch) if field.name not in _NOT_PLANNED
+        ]
+        key = (id(self), id(table), *(p if isinstance(p, tuple | Enum) else id(p) for p in parts))
+        if key not in batch.plans:
+            # What has its id in the key stays alive, or something else could get the same one.
+            batch.plans[key] = self.plan(batch, table), parts
+        return batch.plans[key][0]
 
     @abstractmethod
     def run(

@@ -6,7 +6,7 @@ product over that group's keys, or keys are viewed as ``[G, 1, T, C]`` and expan
 Three ways, chosen per request on the host: several requests with equally few rows (decoding,
 verification) are gathered into one padded call; a lone single row needs no mask; many rows
 (prompt chunks) run request by request, on a CPU in blocks of rows, because its kernel computes
-hidden keys too.
+hidden keys too. Rows of a draft tree are the matter of ``tree.py``.
 
 Shape legend: N rows, B requests, S rows of a request, T keys, H query heads, G key/value heads,
 R = H/G, C head width.
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from runtime.attention.base import AttentionBackend
 from runtime.attention.masks import causal_mask, padded_causal_mask
+from runtime.attention.tree import TreePlan, plan_tree, run_tree
 from runtime.batch import ForwardBatch, upload
 from runtime.kv_cache import KVPool, SlotTable
 
@@ -68,7 +69,9 @@ class SdpaPlan:
 class SdpaBackend(AttentionBackend):
     """See the module docstring. Holds shapes only: one instance may serve several models."""
 
-    def plan(self, batch: ForwardBatch, table: SlotTable) -> SdpaPlan:
+    def plan(self, batch: ForwardBatch, table: SlotTable) -> SdpaPlan | TreePlan:
+        if batch.visible_BSJ is not None:
+            return plan_tree(batch, table)
         starts = [0]
         for q_len in batch.q_lens:
             starts.append(starts[-1] + q_len)
@@ -93,13 +96,15 @@ class SdpaBackend(AttentionBackend):
 
     def run(
         self,
-        plan: SdpaPlan,
+        plan: SdpaPlan | TreePlan,
         pool: KVPool,
         layer: int,
         q_NHC: torch.Tensor,
         k_NGC: torch.Tensor,
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
+        if isinstance(plan, TreePlan):
+            return run_tree(plan, pool, layer, q_NHC, k_NGC, v_NGC)
         keys, values = pool.k[layer], pool.v[layer]
         if plan.write_start is not None:
             stop = plan.write_start + k_NGC.shape[0]

@@ -358,6 +358,10 @@ inline void pair_rows(const float*, const float*, long, uint32_t*) {}  // float 
 struct Request {
   long row_start, q_len, kv_len;
   const int64_t* slots;  // of positions 0 .. kv_len - 1
+  // Rows of a tree: the last block_len keys are seen where the mask [q_len, block_len] is set, all
+  // keys before them by every row. No mask: causal.
+  long block_len;
+  const uint8_t* mask;
 };
 
 struct Task {
@@ -418,7 +422,10 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
   std::fill_n(total_of, m, 0.0f);
 
   const long first_position = request.kv_len - request.q_len + task.q_start;
-  const long kv_end = first_position + task.q_count;  // keys the last row of the tile sees
+  const bool is_tree = request.mask != nullptr;
+  const long prefix_len = request.kv_len - request.block_len;
+  // Keys that the tile's rows see, at most.
+  const long kv_end = is_tree ? request.kv_len : first_position + task.q_count;
   const V lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (long start = 0; start < kv_end; start += kKeyBlock) {
     const long count = std::min<long>(kKeyBlock, kv_end - start);
@@ -462,8 +469,18 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
                    scores, kKeyBlock, words, false);
 
     for (long row = 0; row < m; row++) {
-      // Bottom-right causality: keys of this block that the row may see.
-      const long visible = first_position + row / group + 1 - start;
+      // Keys of this block that the row may see: up to itself (bottom-right causality); of a tree's
+      // block those of its mask.
+      const long visible = is_tree ? count : first_position + row / group + 1 - start;
+      const bool is_masked = is_tree && start + count > prefix_len;
+      alignas(64) float hidden[kKeyBlock];
+      if (is_masked) {
+        const long first = std::max<long>(0, prefix_len - start);  // of the block's keys in here
+        const uint8_t* mask = request.mask + (task.q_start + row / group) * request.block_len +
+                              (start - prefix_len);
+        for (long j = 0; j < kKeyBlock; j++) hidden[j] = 0.0f;
+        for (long j = first; j < count; j++) hidden[j] = 1.0f - mask[j];
+      }
       float* score = scores + row * kKeyBlock;
       uint32_t* p = p_words + row * key_words;
       if (visible <= 0) {
@@ -478,6 +495,8 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
         if (visible < kKeyBlock)
           value[v] = select(lane + (float)(v * kLanes) < splat((float)visible), value[v],
                             splat(-INFINITY));
+        if (is_masked)
+          value[v] = select(load(hidden + v * kLanes) < splat(0.5f), value[v], splat(-INFINITY));
         best = vmax(value[v], best);
       }
       const float highest = std::max(highest_of[row], max(best));
@@ -487,6 +506,7 @@ void attend_tile(const Task& task, const Shape& shape, const T* q, const T* pool
         V e = vexp(value[v] - highest);
         if (visible < kKeyBlock)  // vexp clamps: hidden keys must weigh exactly nothing
           e = select(lane + (float)(v * kLanes) < splat((float)visible), e, V{});
+        if (is_masked) e = select(load(hidden + v * kLanes) < splat(0.5f), e, V{});
         total += e;
         if (Word::kPerWord == 1)
           store((float*)p + v * kLanes, e);
@@ -529,8 +549,9 @@ void attend(const T* q, const T* k, const T* v, long q_stride, long kv_stride,
   std::vector<Request> request(requests);
   std::vector<Task> tasks;
   for (long b = 0; b < requests; b++) {
-    const int64_t* d = described + 4 * b;
-    request[b] = {(long)d[0], (long)d[1], (long)d[2], (const int64_t*)d[3]};
+    const int64_t* d = described + 6 * b;
+    request[b] = {(long)d[0], (long)d[1], (long)d[2], (const int64_t*)d[3],
+                  (long)d[4], (const uint8_t*)d[5]};
     // Last rows first: they see the most keys, so the short tasks fill up the end.
     for (long end = d[1]; end > 0; end -= positions)
       for (long g = 0; g < kv_heads; g++) {

@@ -9,16 +9,25 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.parallel import ProcessGroup
 
 
 class Model(ABC):
-    """A causal model over a paged cache."""
+    """A causal model over a paged cache.
 
+    On several ranks (``group``) both calls are collectives whose results are whole and the same on
+    every rank; the pool holds this rank's heads.
+    """
+
+    group: ProcessGroup  # the ranks that share the weights
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
+    width: int  # D of the hidden states that it returns (a head takes them too)
+    backend: AttentionBackend | None = None  # what it attends through, where graphs may record it
 
     @abstractmethod
     def new_pool(self, num_slots: int) -> KVPool:
@@ -36,7 +45,6 @@ class Model(ABC):
 class DraftModel(Model):
     """A draft head. ``forward`` reads ``batch.hidden_ND`` and returns the state to recycle."""
 
-    width: int  # D of the hidden states it takes and returns
     draft_vocab_size: int
     draft_vocab_ids: (
         torch.Tensor | None

@@ -10,7 +10,6 @@ Shape legend: N rows, M selected rows, D model width, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
@@ -20,14 +19,20 @@ from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, TensorSour
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
 from runtime.ops import BlockOps
+from runtime.parallel import ProcessGroup
+from runtime.parallel_layers import vocabulary_of
+from runtime.sharding import share_block
 
 
 class LlamaModel(Model):
-    """A target. ``take(name)`` hands over one checkpoint tensor in the wanted dtype and device.
+    """A target. ``take(name)`` hands over one checkpoint tensor in the wanted dtype and device; on
+    several ranks this rank's part of it (:func:`runtime.sharding.target_shards`).
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
     more than the weights themselves. ``pack=None`` asks :func:`runtime.cpu.can_pack`.
     """
+
+    backend: AttentionBackend
 
     def __init__(
         self,
@@ -38,23 +43,34 @@ class LlamaModel(Model):
         ops: BlockOps,
         dtype: torch.dtype,
         device: torch.device,
+        group: ProcessGroup,
         pack: bool | None = None,
     ) -> None:
         self.config = config
+        self.group = group
         self.backend = backend
         self.ops = ops
         self.dtype = dtype
         self.device = device
         self.vocab_size = config.vocab_size
+        self.width = config.hidden_size
         self.is_packed = can_pack(dtype, device) if pack is None else pack
-        self.block_shape = BlockShape(
+        self._share = share_block(
+            config.block_shapes(),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            group=group,
+        )
+        self.block_shape = BlockShape(
+            num_heads=len(self._share.heads.query),
+            num_kv_heads=len(self._share.heads.kv),
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
         )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
-        self.embedding_VD = take("model.embed_tokens.weight")
+        self.vocabulary = vocabulary_of(config.vocab_size, group)
+        self.embedding_VD = take("model.embed_tokens.weight")  # this rank's rows
         if config.tie_word_embeddings:
             self.lm_head = Linear(self.embedding_VD, pack=self.is_packed)
         else:
@@ -66,7 +82,7 @@ class LlamaModel(Model):
         return KVPool(
             num_layers=self.config.num_layers,
             num_slots=num_slots,
-            num_kv_heads=self.config.num_kv_heads,
+            num_kv_heads=self.block_shape.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -74,18 +90,18 @@ class LlamaModel(Model):
 
     def embed(self, input_ids_N: torch.Tensor) -> torch.Tensor:
         """Embedding rows ``[N, D]``; a copy."""
-        return F.embedding(input_ids_N, self.embedding_VD)
+        return self.vocabulary.lookup(self.embedding_VD, input_ids_N)
 
     def head_rows(self, ids_W: torch.Tensor) -> torch.Tensor:
         """Rows ``[W, D]`` of ``lm_head``'s plain weight, copied (not for the decode path)."""
         if self.config.tie_word_embeddings:
-            return self.embedding_VD.index_select(0, ids_W)
-        return self.lm_head.dense_weight().index_select(0, ids_W)
+            return self.embed(ids_W)
+        return self.vocabulary.lookup(self.lm_head.dense_weight(), ids_W)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         """``g`` of every row, ``[N, D]``."""
-        plan = self.backend.plan(batch, table)
+        plan = self.backend.plan_once(batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype)
         x_ND = self.embed(batch.input_ids_N)
         delta_ND: torch.Tensor | None = None
@@ -98,7 +114,7 @@ class LlamaModel(Model):
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, V]`` in the model's dtype. Callers select rows first: V is large."""
-        return self.lm_head(hidden_MD)
+        return self.vocabulary.gather(self.lm_head(hidden_MD))
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."
@@ -109,7 +125,8 @@ class LlamaModel(Model):
         return DecoderBlock(
             self.block_shape,
             take_local,
-            self.config.block_shapes(),
+            self._share.shapes,
             ops=self.ops,
             pack=self.is_packed,
+            group=self.group,
         )

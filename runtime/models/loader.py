@@ -17,14 +17,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.attention.base import AttentionBackend
+from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
+from runtime.config import AttentionChoice, AttentionKernel
 from runtime.cpu_kernels import MAX_GROUP, load_kernels
 from runtime.files import sha256_file, write_atomic
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
 from runtime.ops import TorchOps
+from runtime.parallel import ProcessGroup, SingleProcessGroup
+from runtime.sharding import Shard, target_shards
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +58,20 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend | None = None,
+    attention: AttentionChoice = "auto",
+    attention_kernel: AttentionKernel = "auto",
     use_kernels: bool = True,
     cache_dir: Path | None = None,
+    group: ProcessGroup | None = None,
 ) -> Target:
     """Resolve, check and load a target.
 
     ``path``: a Hugging Face directory, a ``.gguf`` file or a built-in name. On a CPU the fused
-    kernels are used unless ``use_kernels`` is false or they cannot be built; ``backend`` overrides
-    the choice of attention alone. ``cache_dir`` defaults to :func:`default_cache_dir`.
+    kernels are used unless ``use_kernels`` is false or they cannot be built. ``attention`` and
+    ``attention_kernel`` choose on a GPU (:func:`runtime.attention.choice.choose_gpu_backend`);
+    ``backend`` overrides the choice of attention alone. ``cache_dir`` defaults to
+    :func:`default_cache_dir`. ``group``: the ranks over which the weights are spread (default: all
+    of them here); every one loads, and reads its own part only.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -69,17 +79,32 @@ def load_target(
     config = load_config(directory)
     checkpoint = Checkpoint(directory, config.tensor_shapes(), tied=config.tie_word_embeddings)
 
+    group = group or SingleProcessGroup(device)
+    shards = target_shards(config, group)
+
     def take(name: str) -> torch.Tensor:
-        return checkpoint.read(name, dtype=dtype, device=device)
+        return checkpoint.read(name, dtype=dtype, device=device, shard=shards.get(name))
 
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
     if kernels is not None and config.num_heads // config.num_kv_heads > MAX_GROUP:
         logger.warning("more than %d query heads per key head: no fused kernels", MAX_GROUP)
         kernels = None
-    if backend is None:
+    if backend is None and device.type == "cuda":
+        backend = choose_gpu_backend(
+            attention, attention_kernel, device=device, dtype=dtype, head_dim=config.head_dim
+        )
+    elif backend is None:
+        if attention == "flashinfer":
+            raise ValueError(f"runtime.attention=flashinfer on {device}: it needs a CUDA device")
         backend = SdpaBackend() if kernels is None else CpuBackend(kernels)
     model = LlamaModel(
-        config, take, backend=backend, ops=kernels or TorchOps(), dtype=dtype, device=device
+        config,
+        take,
+        backend=backend,
+        ops=kernels or TorchOps(),
+        dtype=dtype,
+        device=device,
+        group=group,
     )
     return Target(
         model=model,
@@ -182,10 +207,20 @@ class Checkpoint:
         if tied and "lm_head.weight" in found:
             self._check_tied(path)
 
-    def read(self, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """One tensor, converted and moved; nothing of the file stays mapped."""
+    def read(
+        self, name: str, *, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """One tensor, or one rank's part of it, converted and moved; nothing stays mapped."""
         with safe_open(self._file_of[name], framework="pt") as handle:
-            return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+            if shard is None:
+                return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+            stored = handle.get_slice(name)
+            shape = tuple(stored.get_shape())
+            if shard.is_whole(shape):
+                return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+            before = (slice(None),) * shard.dim
+            part = shard.assemble(lambda start, stop: stored[(*before, slice(start, stop))], shape)
+            return part.to(device=device, dtype=dtype)
 
     def read_stored(self, name: str) -> torch.Tensor:
         """One tensor as it is stored, on the host; nothing of the file stays mapped."""

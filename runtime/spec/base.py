@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
+from runtime.cuda_graph import DraftLoopGraphs, ForwardGraphs
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import Model
 from runtime.request import Phase, SamplingParams
@@ -31,8 +32,15 @@ class Runner:
     model: Model
     pool: KVPool
     table: SlotTable
+    graphs: ForwardGraphs | None = None
+    draft_loop: DraftLoopGraphs | None = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states ``[N, D]``, from a graph where one is recorded for such a batch."""
+        if self.graphs is not None:
+            hidden_ND = self.graphs.forward(batch)
+            if hidden_ND is not None:
+                return hidden_ND
         return self.model.forward(batch, self.table, self.pool)
 
 
@@ -56,7 +64,8 @@ class PendingStep:
 class WorkResult:
     """What one step gave one request: ``num_committed`` rows became final.
 
-    ``draft_ids`` is empty when nothing was drafted.
+    ``draft_ids`` is empty when nothing was drafted; of a tree they are the nodes, row by row, and
+    ``tree_parents`` their parents' rows.
     """
 
     work: Work
@@ -64,12 +73,15 @@ class WorkResult:
     num_committed: int
     num_accepted: int
     draft_ids: tuple[int, ...]
+    tree_parents: tuple[int, ...] = ()
 
 
 class PlainSchedule:
     """Autoregressive decoding: one row per request and step."""
 
     may_look_ahead = True  # the next step's inputs are on the device before the host knows them
+    draft_ahead = 0  # slots by which the draft's cache is longer than the target's
+    announces_itself = False  # it tells the other ranks of a step when it suits it
 
     def __init__(self, target: Runner, *, num_rows: int, transfer: HostTransfer) -> None:
         self.target = target
@@ -121,6 +133,7 @@ class PlainSchedule:
                 upload_ids(positions, self.device),
                 Stream.TARGET,
             )
+            self.agree(new_ids_M)
             table_rows = upload_ids([work.state.row for work in sampled], self.device)
             self.last_ids_R.index_copy_(0, table_rows, new_ids_M)
         else:
@@ -140,6 +153,15 @@ class PlainSchedule:
     ) -> torch.Tensor | None:
         """Hook: fill the draft's K/V over the target's rows. Plain decoding has no draft."""
         return None
+
+    def agree(self, *drawn: torch.Tensor) -> None:
+        """Overwrite what this rank drew with what the leader drew; call it before it is used.
+
+        Gathered logits are the same on every rank, but not every kernel that draws from them is
+        deterministic. On one process nothing happens.
+        """
+        for ids in drawn:
+            self.target.model.group.broadcast(ids)
 
     def sampling(self, works: Sequence[Work]) -> SamplingTensors:
         """Sampling tensors of these requests, rebuilt only when the batch changes."""

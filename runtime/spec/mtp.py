@@ -12,17 +12,23 @@ hidden state.
               target's own; row e-1 is the next relay state; rows after it are stale and
               overwritten next time
 
-Shape legend: B requests, K drafts, N rows, D model width, V draft vocabulary, R table rows.
+With K = 1 (the single-token schedule) there is no draft row between proposal and target: batch
+information is made once for the 2 B rows of both models, and the device never waits for the host.
+
+Shape legend: B requests, K drafts, N rows, D model width, V vocabulary, W draft vocabulary (V
+without a list of ids), R table rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
 from runtime.config import DraftMode, VerifyMode
+from runtime.draft_vocab import spread_probs, to_target_ids
 from runtime.models.base import DraftModel
 from runtime.sampling import (
     SamplingTensors,
@@ -34,8 +40,9 @@ from runtime.sampling import (
 )
 from runtime.scheduler import StepPlan, Work
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.shift import shift_inputs
 from runtime.transfer import HostTransfer
-from runtime.verify import verify_chain
+from runtime.verify import Verified, verify_chain
 
 
 class MtpSchedule(PlainSchedule):
@@ -109,28 +116,45 @@ class MtpSchedule(PlainSchedule):
             upload_ids([start + 1 for start in starts], self.device),
             draft_probs_BKV=draft_probs_BKV,
         )
+        self.agree(verified.last_ids_B, verified.num_emitted_B)
         self.last_ids_R.index_copy_(0, rows_B, verified.last_ids_B)
         handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, draft_ids_BK)
         self.transfer.mark("copy")
 
-        end_B1 = (verified.num_emitted_B - 1)[:, None]
-        shifted_BK1 = torch.cat([draft_ids_BK, draft_ids_BK[:, -1:]], 1)
-        shifted_BK1 = shifted_BK1.scatter(1, end_B1, verified.last_ids_B[:, None])
-        draft_hidden_ND = self.run_draft(batch, shifted_BK1.reshape(-1), hidden_ND)
-        width = draft_hidden_ND.shape[-1]
-        relay_BD = draft_hidden_ND.view(len(works), k + 1, width).gather(
-            1, end_B1[:, :, None].expand(-1, 1, width)
-        )[:, 0]
-        self._set_relay(rows_B, relay_BD)
+        draft_hidden_ND = self._extend_verified(batch, rows_B, ids_BK1, verified, hidden_ND)
         self.transfer.mark("extend")
         return PendingStep(plan, handle, hidden_ND, draft_hidden_ND, batch.q_lens, True)
+
+    def _extend_verified(
+        self,
+        batch: ForwardBatch,
+        rows_B: torch.Tensor,
+        ids_BK1: torch.Tensor,
+        verified: Verified,
+        hidden_ND: torch.Tensor,
+    ) -> torch.Tensor:
+        """The head over all of the target's rows, accepted or not; nothing asks which they are."""
+        shifted = shift_inputs(ids_BK1, verified.last_ids_B, verified.num_emitted_B)
+        draft_hidden_ND = self.run_draft(batch, shifted.ids_N, hidden_ND)
+        self._set_relay(rows_B, draft_hidden_ND.index_select(0, shifted.end_rows_B))
+        return draft_hidden_ND
 
     def propose(
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
+        if self.draft.draft_loop is not None and self.draft_mode == "argmax":
+            draft_ids_BK = self.draft.draft_loop.propose(
+                self.hidden_RD.index_select(0, rows_B),
+                self.logits_RV.index_select(0, rows_B),
+                table_rows=[work.state.row for work in works],
+                starts=[work.start for work in works],
+                k=k,
+            )
+            if draft_ids_BK is not None:
+                return draft_ids_BK, None
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BV = self.logits_RV.index_select(0, rows_B)
+        logits_BW = self.logits_RV.index_select(0, rows_B)
         starts = [work.start for work in works]
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
@@ -147,33 +171,24 @@ class MtpSchedule(PlainSchedule):
                     hidden_ND=hidden_BD,
                 )
                 hidden_BD = self.draft.forward(batch)
-                logits_BV = self.head.logits(hidden_BD)
+                logits_BW = self.head.logits(hidden_BD)
             if self.draft_mode == "argmax":
-                drafts.append(self._to_target_ids(argmax(logits_BV)))
+                drafts.append(self._to_target_ids(argmax(logits_BW)))
+                self.agree(drafts[-1])
                 continue
-            probs_BV = token_probs(self._to_target_logits(logits_BV), sampling)
+            probs_BW = token_probs(logits_BW, sampling)
             positions_B = upload_ids([start + 1 + step for start in starts], self.device)
             uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)
-            drafts.append(inverse_cdf(probs_BV, uniform_B))
-            probs.append(probs_BV)
+            drafts.append(self._to_target_ids(inverse_cdf(probs_BW, uniform_B)))
+            self.agree(drafts[-1])
+            probs.append(self._to_target_probs(probs_BW))
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def run_draft(
         self, batch: ForwardBatch, shifted_ids_N: torch.Tensor, hidden_ND: torch.Tensor
     ) -> torch.Tensor:
         """The head over the target's own batch: ids are shifted by one, hidden states are not."""
-        return self.draft.forward(
-            ForwardBatch(
-                mode=batch.mode,
-                input_ids_N=shifted_ids_N,
-                positions_N=batch.positions_N,
-                write_slots_N=batch.write_slots_N,
-                q_lens=batch.q_lens,
-                kv_lens=batch.kv_lens,
-                table_rows=batch.table_rows,
-                hidden_ND=hidden_ND,
-            )
-        )
+        return self.draft.forward(replace(batch, input_ids_N=shifted_ids_N, hidden_ND=hidden_ND))
 
     def _extend_draft(
         self,
@@ -205,15 +220,8 @@ class MtpSchedule(PlainSchedule):
         self.hidden_RD.index_copy_(0, rows_B, hidden_BD)
         self.logits_RV.index_copy_(0, rows_B, self.head.logits(hidden_BD))
 
-    def _to_target_ids(self, draft_ids_B: torch.Tensor) -> torch.Tensor:
-        ids_V = self.head.draft_vocab_ids
-        return draft_ids_B if ids_V is None else ids_V.take(draft_ids_B)
+    def _to_target_ids(self, columns_B: torch.Tensor) -> torch.Tensor:
+        return to_target_ids(columns_B, self.head.draft_vocab_ids)
 
-    def _to_target_logits(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Draft logits over the target's vocabulary; tokens the draft cannot propose get -inf."""
-        ids_V = self.head.draft_vocab_ids
-        if ids_V is None:
-            return logits_BV
-        shape = (logits_BV.shape[0], self.head.vocab_size)
-        full_BV = torch.full(shape, -torch.inf, dtype=logits_BV.dtype, device=logits_BV.device)
-        return full_BV.index_copy_(1, ids_V, logits_BV)
+    def _to_target_probs(self, probs_BW: torch.Tensor) -> torch.Tensor:
+        return spread_probs(probs_BW, self.head.draft_vocab_ids, vocab_size=self.head.vocab_size)

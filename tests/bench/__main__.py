@@ -5,6 +5,8 @@ Results of benchmarks that were not asked for are kept in the file.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import logging
 import sys
@@ -19,7 +21,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, loss, spec, train
+from tests.bench import decode, dump, host, loss, spec, train, tree
 from tests.bench.harness import BenchResult
 
 RESULTS = Path("runs/bench/results.json")
@@ -39,7 +41,17 @@ def main(names: list[str]) -> int:
         "loss_memory": loss.run,
         "spec_b1_k1": lambda: spec.run(target, k=1),
         "spec_b1_k3": lambda: spec.run(target, k=3),
+        "host_plain_b1": lambda: host.run(target, batch=1, k=0),
+        "host_plain_b16": lambda: host.run(target, batch=16, k=0),
+        "host_mtp1_b1": lambda: host.run(target, batch=1, k=1),
+        "host_mtp1_b16": lambda: host.run(target, batch=16, k=1),
+        "spec_b1_hot_k1": lambda: spec.run(target, k=1, hot=True),
+        "spec_b1_hot_k3": lambda: spec.run(target, k=3, hot=True),
     }
+    for backend, context in itertools.product(tree.BACKENDS, tree.CONTEXTS):
+        benches[f"tree_{backend}_{context}"] = functools.partial(
+            tree.run, target, backend=backend, context=context
+        )
     unknown = [name for name in names if name not in benches]
     if unknown:
         sys.stderr.write(f"unknown benchmark {unknown[0]}; there are: {', '.join(benches)}\n")

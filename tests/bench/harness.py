@@ -49,8 +49,8 @@ class Timing:
 
 
 def interleave(
-    ours: Callable[[], None],
-    peer: Callable[[], None],
+    ours: Callable[[], object],
+    peer: Callable[[], object],
     limit: Callable[[], float],
     *,
     units: float,

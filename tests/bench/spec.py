@@ -2,7 +2,8 @@
 
 c and v of the cost model are measured first, with forced drafts on prompts of their own; then both
 sides decode the MT-Bench prompts in turns. `MTP_BENCH_HEAD` names the native head directory
-(default: the long recipe's).
+(default: the long recipe's), `MTP_BENCH_HOT_HEAD` that of `spec_b1_hot` (default: 8192 ids, as
+`mtp hot-vocab` writes it).
 """
 
 from __future__ import annotations
@@ -27,17 +28,24 @@ from runtime.request import Request
 from tests.bench.harness import BenchResult
 
 DEFAULT_HEAD = Path("runs/long/head")
+DEFAULT_HOT_HEAD = Path("runs/long/hot_vocab/8192")
 NEW_TOKENS = 128
 COST_TOKENS = 33
 REPEATS = 3
 LEVEL = 0.95
 
 
-def run(target: Target, *, k: int) -> BenchResult:
-    """All first turns of MT-Bench, greedy, the whole vocabulary, 128 tokens each, one at a time."""
+def run(target: Target, *, k: int, hot: bool = False) -> BenchResult:
+    """All first turns of MT-Bench, greedy, 128 tokens each, one at a time; with ``hot`` drafting
+    from a list of ids, else from the whole vocabulary.
+    """
+    name = f"spec_b1_hot_k{k}" if hot else f"spec_b1_k{k}"
+    head = Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD))
+    if hot:
+        head = Path(os.environ.get("MTP_BENCH_HOT_HEAD", DEFAULT_HOT_HEAD))
     subject = Subject(
         target_path=target.path,
-        head_path=Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD)),
+        head_path=head,
         runtime_dtype=target.model.dtype,
         engine_config=EngineConfig(),
         device=torch.device("cpu"),
@@ -68,14 +76,14 @@ def run(target: Target, *, k: int) -> BenchResult:
     predicted = cost.speedup(emitted, k)
     per_side = len(requests) * (NEW_TOKENS - 1)
     return BenchResult(
-        name=f"spec_b1_k{k}",
+        name=name,
         ours=per_side / float(seconds_P2[:, 1].sum()),
         peer=per_side / float(seconds_P2[:, 0].sum()),
         ratio=speedup,
         limit=None,
         share_of_limit=None,
         unit="tokens/s",
-        command=f"make bench BENCH=spec_b1_k{k}",
+        command=f"make bench BENCH={name}",
         note=(
             f"{LEVEL:.0%} interval {interval.low:.3f} to {interval.high:.3f}; {emitted:.3f} tokens "
             f"per step; c={cost.c:.3f} v={cost.v:.3f}; predicted {predicted:.3f} "

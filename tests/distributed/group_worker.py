@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-
 import torch
 
 from mtp_train.distributed import TorchProcessGroup, init_process_group, run_on_leader
+from tests.distributed.ranks import run_ranks
 
 WORLD_SIZE = 2
 
@@ -27,6 +24,16 @@ def exercise(rank: int) -> None:
     assert group.all_reduce_ints([rank, 5, 2**40]) == [1, 10, 2**41]
     assert group.all_reduce_ints([rank, -rank], op="max") == [1, 0]
     assert group.all_reduce_ints([rank, -rank], op="min") == [0, -1]
+    assert group.broadcast_host(torch.tensor([rank, 7]), source=1).tolist() == [1, 7]
+    gathered = group.all_gather(torch.tensor([[rank, 2], [3, rank]]))
+    assert gathered.tolist() == [[[0, 2], [3, 0]], [[1, 2], [3, 1]]]
+    pair = group.split(2)
+    assert (pair.tensor.world_size, pair.tensor.rank, pair.data.world_size) == (2, rank, 1)
+    assert pair.tensor.all_reduce(torch.tensor([1, rank])).tolist() == [2, 1]
+    apart = group.split(1)
+    assert (apart.tensor.world_size, apart.data.world_size, apart.data.rank) == (1, 2, rank)
+    assert apart.tensor.all_gather(torch.tensor([rank])).tolist() == [[rank]]
+    assert apart.data.gather_objects(rank) == [0, 1]
     assert run_on_leader(group, lambda: f"from {rank}") == "from 0"
 
     def refuse() -> None:
@@ -41,28 +48,5 @@ def exercise(rank: int) -> None:
     group.close()
 
 
-def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = []
-    for rank in range(WORLD_SIZE):
-        pid = os.fork()
-        if not pid:
-            os.environ |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(WORLD_SIZE),
-                "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            exercise(rank)
-            sys.exit(0)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    sys.exit(max(map(abs, codes)))
-
-
 if __name__ == "__main__":
-    main()
+    run_ranks(exercise, WORLD_SIZE)

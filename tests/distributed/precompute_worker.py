@@ -2,9 +2,10 @@
 
 Importing takes seconds and a dump of a tiny model a fraction of one, so this process imports
 everything, computes nothing (forking is safe then), and forks every rank of every run.
-Argument: a JSON file ``{"target", "data", "cases": {name: [{"world_size", "die_at"}, …]}}``; the
-runs of a case share a run directory beside the file. ``die_at``: null, or ``[rank, point, n]``:
-that rank gets SIGKILL when ``point`` is reached for the n-th time, the other ranks right after.
+Argument: a JSON file ``{"target", "data", "cases": {name: [{"world_size", "tensor_parallel",
+"die_at"}, …]}}``; the runs of a case share a run directory beside the file. ``die_at``: null, or
+``[rank, point, n]``: that rank gets SIGKILL when ``point`` is reached for the n-th time, the other
+ranks right after.
 
 Points: ``add`` (a sample was computed), ``staged`` (before the rename of a shard), ``renamed``
 (after it, before its record), ``torn`` (half of the record is written), ``recorded``, ``merging``
@@ -13,6 +14,7 @@ Points: ``add`` (a sample was computed), ``staged`` (before the rename of a shar
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -96,7 +98,13 @@ def dump(root: Path, plan: dict[str, Any], rank: int, run: dict[str, Any], port:
     if run["die_at"] and run["die_at"][0] == rank:
         install_killer(*run["die_at"][1:])
     group = init_process_group(device="cpu", timeout_s=60)
-    config = make_config(root, Path(plan["target"]), Path(plan["data"]))
+    config = make_config(
+        root, Path(plan["target"]), Path(plan["data"]), tensor_parallel=run["tensor_parallel"]
+    )
+    shared = str(root.parent / "cache")  # the kernels are compiled once for all runs
+    config = dataclasses.replace(
+        config, target=dataclasses.replace(config.target, cache_dir=shared)
+    )
     report = precompute.run(config, group=group)
     if rank == 0:
         (root / "computed").write_text(json.dumps([split.num_computed for split in report.splits]))

@@ -33,8 +33,10 @@ KILLS: dict[str, tuple[str, int, int | None]] = {
 }
 
 
-def step(world_size: int, die_at: list[Any] | None = None) -> dict[str, Any]:
-    return {"world_size": world_size, "die_at": die_at}
+def step(
+    world_size: int, die_at: list[Any] | None = None, *, tensor_parallel: int = 1
+) -> dict[str, Any]:
+    return {"world_size": world_size, "die_at": die_at, "tensor_parallel": tensor_parallel}
 
 
 CASES = {
@@ -42,6 +44,8 @@ CASES = {
     "two_ranks": [step(2), step(2)],
     "two_then_one": [step(2, [1, "renamed", 1]), step(1)],
     "one_then_two": [step(1, [0, "staged", 3]), step(2)],
+    "spread": [step(4, tensor_parallel=2), step(2, tensor_parallel=2)],
+    "spread_then_one": [step(2, [0, "renamed", 2], tensor_parallel=2), step(1)],
     "twice": [step(1, [0, "staged", 2]), step(1, [0, "renamed", 2]), step(1)],
 } | {name: [step(1, [0, point, count]), step(1)] for name, (point, count, _) in KILLS.items()}
 
@@ -114,7 +118,7 @@ def test_a_kill_loses_at_most_the_shard_being_written(
     assert resumed["computed"][0] == NUM_SAMPLES - kept
 
 
-@pytest.mark.parametrize("name", ["plain", "two_ranks"])
+@pytest.mark.parametrize("name", ["plain", "two_ranks", "spread"])
 def test_a_finished_dump_is_not_computed_again(
     outcomes: tuple[Path, dict[str, Any]], name: str
 ) -> None:
@@ -131,6 +135,14 @@ def test_both_ranks_write_shards(outcomes: tuple[Path, dict[str, Any]]) -> None:
     plain = {shard.sample_ids for shard in load_manifest(store_of(root, "plain")).shards}
     shared = {shard.sample_ids for shard in load_manifest(store_of(root, "two_ranks")).shards}
     assert plain == shared, "groups do not depend on the number of ranks"
+
+
+def test_copies_of_a_spread_target_share_the_work(outcomes: tuple[Path, dict[str, Any]]) -> None:
+    """Four ranks that are two copies of the target dump the groups that two ranks would."""
+    root, results = outcomes
+    assert results["spread"][0]["shards"] == results["two_ranks"][0]["shards"]
+    two = {shard.sample_ids for shard in load_manifest(store_of(root, "two_ranks")).shards}
+    assert {shard.sample_ids for shard in load_manifest(store_of(root, "spread")).shards} == two
 
 
 def test_shards_of_a_killed_pair_are_used_by_one_process(

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import torch
 
+from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu import Linear
 from runtime.head_spec import HeadSpec, check_head_tensors
@@ -24,16 +25,21 @@ from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, norm_weigh
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight
+from runtime.parallel_layers import RowParallelLinear, vocabulary_of
+from runtime.sharding import portion_shard, share_block
 
 _LAYER = "layers.0."
 
 
 class MtpHead(DraftModel):
-    """Shares embedding, ``lm_head`` (packed as it is), dtype, device and backend with the target.
+    """Shares embedding, ``lm_head`` (packed as it is), dtype, device, backend and ranks with the
+    target; ``tensors`` are whole on every rank.
 
     With a draft vocabulary ``logits`` has ``W`` columns; column ``j`` is token
     ``draft_vocab_ids[j]``. Its rows of the target's head are copied (``W * D`` elements).
     """
+
+    backend: AttentionBackend
 
     def __init__(
         self, spec: HeadSpec, tensors: Mapping[str, torch.Tensor], target: LlamaModel
@@ -41,8 +47,10 @@ class MtpHead(DraftModel):
         check_head_tensors(spec, tensors, source=f"head {spec.kind}")
         _check_fits(spec, target)
         self.spec = spec
+        self.group = group = target.group
         self.device = target.device
         self.dtype = target.dtype
+        self.backend = target.backend
         self.vocab_size = target.vocab_size
         self.width = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
@@ -61,36 +69,54 @@ class MtpHead(DraftModel):
         self.embedding_norm = take_norm("enorm.weight", spec.norms.enorm)
         self.hidden_norm = take_norm("hnorm.weight", spec.norms.hnorm)
         self.final_norm = take_norm("norm.weight", spec.norms.final)
-        self.projection = Linear(take("eh_proj.weight"), pack=pack)
+        self._joined_shard = joined = portion_shard(1, 2 * spec.hidden_size, group)
+        self.projection = RowParallelLinear(
+            Linear(joined.cut(take("eh_proj.weight")), pack=pack), group
+        )
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
-        self.block = DecoderBlock(
-            BlockShape(
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                norm_eps=spec.norm_eps,
-            ),
-            lambda name: take(_LAYER + name),
+        share = share_block(
             {
                 name.removeprefix(_LAYER): shape
                 for name, shape in spec.tensor_shapes().items()
                 if name.startswith(_LAYER)
             },
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            group=group,
+        )
+
+        def take_share(name: str) -> torch.Tensor:
+            whole = take(_LAYER + name)
+            return share.shards[name].cut(whole) if name in share.shards else whole
+
+        self.block = DecoderBlock(
+            BlockShape(
+                num_heads=len(share.heads.query),
+                num_kv_heads=len(share.heads.kv),
+                head_dim=spec.head_dim,
+                norm_eps=spec.norm_eps,
+            ),
+            take_share,
+            share.shapes,
             ops=target.ops,
             pack=pack,
+            group=group,
             plus_one_norms=plus_one,
         )
         self.draft_vocab_ids: torch.Tensor | None = None
-        self.lm_head = target.lm_head
+        self.vocabulary, self.lm_head = target.vocabulary, target.lm_head
         if spec.draft_vocab is not None:
             self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
-            self.lm_head = Linear(target.head_rows(self.draft_vocab_ids), pack=pack)
+            self.vocabulary = vocabulary_of(spec.draft_vocab.size, group)
+            rows_WD = target.head_rows(self.draft_vocab_ids)
+            self.lm_head = Linear(self.vocabulary.shard.cut(rows_WD), pack=pack)
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
             num_layers=1,
             num_slots=num_slots,
-            num_kv_heads=self.spec.num_kv_heads,
+            num_kv_heads=self.block.shape.num_kv_heads,
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -104,7 +130,7 @@ class MtpHead(DraftModel):
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
         backend, ops = self._target.backend, self._target.ops
-        plan = backend.plan(batch, table)
+        plan = backend.plan_once(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask:
             is_first = (batch.positions_N == 0)[:, None]
@@ -119,7 +145,8 @@ class MtpHead(DraftModel):
         else:
             joined = torch.cat((hidden_ND, embedding_ND), dim=-1)
         positions_N = batch.positions_N + self.spec.position_offset
-        x_ND = self.projection(joined)
+        start, stop = self._joined_shard.runs[0]
+        x_ND = self.projection(joined[:, start:stop].contiguous())
         delta_ND = self.block(
             x_ND,
             None,
@@ -136,7 +163,7 @@ class MtpHead(DraftModel):
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, W]`` of rows that ``forward`` returned."""
-        return self.lm_head(self.state_for_logits(hidden_MD))
+        return self.vocabulary.gather(self.lm_head(self.state_for_logits(hidden_MD)))
 
     def state_for_logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """What ``lm_head`` reads, from rows that ``forward`` returned.

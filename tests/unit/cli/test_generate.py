@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from mtp_train.generation_report import describe, to_json, token_origins
 from mtp_train.settings import load_config
 from mtp_train.token_colours import TokenPrinter, style_of
 from runtime.head_spec import save_head
+from runtime.models.llama import LlamaModel
 from runtime.models.loader import load_target
 from runtime.request import Request, SamplingParams, SpecStep, TokenEvent
+from runtime.spec.draft_target import DraftTargetSchedule
 from tests.unit.cli.byte_target import byte_tokenizer, save_byte_target
 from tests.unit.runtime.engine_fixtures import (
     StubDraft,
@@ -33,6 +37,7 @@ from tests.unit.runtime.engine_fixtures import (
     random_head_tensors,
     tiny_target,
 )
+from tests.unit.runtime.model_fixtures import save_llama
 
 END_OF_TURN = 2
 NASTY = "run.name=x ${oc.env:HOME} 'single' \"double\"\nnew line, [list], {a: b} \\ – ünï"
@@ -149,6 +154,69 @@ def test_what_cannot_be_generated_is_refused_by_name(
         open_answering(make_config(place, **settings), "Hi")
 
 
+@pytest.fixture(scope="module")
+def draft_models(place: Path) -> Path:
+    """Beside the target: a model with its tokens, one with two of them exchanged, one padded."""
+    tokenizer = byte_tokenizer()
+    save_llama(place / "good", seed=4, vocab_size=len(tokenizer), num_hidden_layers=1)
+    save_llama(place / "padded", seed=4, vocab_size=len(tokenizer) + 5)
+    for name in ("good", "padded"):
+        tokenizer.save_pretrained(place / name)
+    shutil.copytree(place / "good", place / "exchanged")
+    file = place / "exchanged" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocab = values["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(values))
+    return place
+
+
+@pytest.mark.parametrize("draft", [{"draft_model": "good"}, {"draft_layers": [1]}])
+def test_a_draft_model_drafts_instead_of_a_head(draft: dict[str, Any], draft_models: Path) -> None:
+    """Whether there is a head or not, which the run ``tiny`` has."""
+    if "draft_model" in draft:
+        draft = {"draft_model": str(draft_models / "good")}
+    for name in ("tiny", "without-a-head"):
+        answering = open_answering(make_config(draft_models, name=name, k=2, **draft), "Hi")
+        assert answering.draft_engine is not None
+        assert isinstance(answering.draft_engine.schedule, DraftTargetSchedule)
+        answer = answering.answer(lambda event: None)
+        assert answer.acceptance is not None
+        assert answer.acceptance.num_drafts > 0
+        assert answer.first_difference is None
+        assert not answering.hint
+
+
+def test_the_targets_own_layers_are_not_loaded_again(draft_models: Path) -> None:
+    both = {"draft_model": str(draft_models / "target"), "draft_layers": [0]}
+    answering = open_answering(make_config(draft_models, **both), "Hi")
+    engine = answering.draft_engine
+    assert engine is not None
+    assert isinstance(engine.schedule, DraftTargetSchedule)
+    draft = engine.schedule.draft.model
+    assert isinstance(draft, LlamaModel)
+    assert isinstance(engine.target, LlamaModel)
+    assert draft.blocks == engine.target.blocks[:1]
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"draft_model": "exchanged"}, r"exchanged: 2 of \d+ token ids .* \('b' there, 'a' in"),
+        ({"draft_model": "padded"}, r"padded: its vocab_size is \d+, the target's .* the padding"),
+        ({"draft_model": "nowhere"}, r"generate\.draft_model=.*nowhere: .*no such directory"),
+        ({"draft_layers": [1, 7]}, r"generate\.draft_layers=\[1, 7\]: .* of 0\.\.1"),
+    ],
+)
+def test_a_draft_model_that_cannot_draft_is_refused_by_name(
+    draft: dict[str, Any], message: str, draft_models: Path
+) -> None:
+    if "draft_model" in draft:
+        draft = {"draft_model": str(draft_models / draft["draft_model"])}
+    with pytest.raises(ValueError, match=message):
+        open_answering(make_config(draft_models, **draft), "Hi")
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"), [(" \n", "the prompt is empty"), ("a\udcff", "not valid UTF-8")]
 )
@@ -194,6 +262,24 @@ def test_figures_are_those_of_the_engine(place: Path) -> None:
     assert answer.first_difference is None
     assert not answer.interrupted
     assert "; the same tokens" in describe(answer, answering)
+
+
+def test_a_measured_draft_length_changes_the_steps_and_not_the_text(place: Path) -> None:
+    config = make_config(place, k=3, max_tokens=60)
+    pinned = open_answering(config, "Hi").answer(lambda event: None)
+    measured = replace(config, runtime=replace(config.runtime, draft_length="measured"))
+    answering = open_answering(measured, "Hi")
+    answer = answering.answer(lambda event: None)
+    assert answer.run.output_ids == pinned.run.output_ids
+    lengths = Counter(len(step.draft_ids) for step in answer.run.steps)
+    emitted = sum(step.num_accepted + 1 for step in answer.run.steps)
+    lengths[0] = len(answer.run.output_ids) - 1 - emitted  # the first comes from prefill
+    assert set(lengths) <= {0, 1, 3}
+    assert lengths[3] < len(pinned.run.steps)
+    text = describe(answer, answering)
+    for k in (k for k in lengths if lengths[k]):
+        assert f"K={k} in {lengths[k]} steps" in text
+    assert "chosen" not in describe(pinned, open_answering(config, "Hi"))
 
 
 def test_the_plain_run_has_as_many_tokens_even_where_it_would_have_ended(place: Path) -> None:
@@ -264,6 +350,21 @@ def test_times_are_the_engines_and_origins_are_positions_in_the_draft(tmp_path: 
     assert origins[0] == 0
     assert set(origins) == {0, 1, 2, 3}
     assert sum(origin > 0 for origin in origins) == sum(step.num_accepted for step in run.steps)
+
+
+@pytest.mark.parametrize("tree", ["fixed", "dynamic"])
+def test_a_tree_answers_as_the_chain_does(place: Path, tree: str) -> None:
+    config = make_config(place)
+    chain = open_answering(config, "Hi").answer(lambda event: None)
+    runtime = replace(config.runtime, schedule=f"{tree}_tree")
+    answering = open_answering(replace(config, runtime=runtime), "Hi")
+    answer = answering.answer(lambda event: None)
+    assert answer.run.output_ids == chain.run.output_ids
+    assert answer.acceptance is not None
+    assert answer.acceptance.num_drafts == len(answer.run.steps) > 0
+    assert {len(step.draft_ids) for step in answer.run.steps} == {16}
+    assert f"{tree} tree of 16 up to K=3 deep" in describe(answer, answering)
+    assert json.loads(to_json(answer, answering))["schedule"] == f"{tree}_tree"
 
 
 def test_the_json_object_tells_each_token_apart(place: Path) -> None:

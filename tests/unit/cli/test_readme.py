@@ -25,9 +25,9 @@ def code_of(text: str) -> str:
 def unknown_commands(text: str) -> list[str]:
     """``mtp`` commands, modules and ``make`` targets in code that do not exist."""
     code = code_of(text)
-    names = {command.name for command in COMMANDS}
+    names = {word for c in COMMANDS for word in (c.name, c.typed.split()[0])}
     targets = set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.M))
-    used = re.findall(r"\bmtp ([a-z]+)|\bmtp_train\.([a-z_]+)(?=[ `\n])", code)
+    used = re.findall(r"\bmtp ([a-z]+(?:-[a-z]+)*)|\bmtp_train\.([a-z_]+)(?=[ `\n])", code)
     wrong = [f"mtp {name}" for pair in used for name in pair if name and name not in names]
     made = re.findall(r"\bmake ([a-z]+)", code)
     return wrong + [f"make {name}" for name in made if name not in targets]

@@ -158,10 +158,29 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             {"validate.turns": 2, "validate.sets": ["gsm8k"]},
             r"validate\.turns=2 .* only mtbench has second turns",
         ),
+        (
+            {"generate.head": "h", "generate.draft_model": "m"},
+            r"generate\.head=h with generate\.draft_model: one of them drafts",
+        ),
+        ({"runtime.schedule": "draft_target"}, r"schedule=draft_target: name the model"),
+        (
+            {"runtime.schedule": "fixed_tree", "generate.draft_layers": [1]},
+            r"schedule=fixed_tree with generate\.draft_model .* drafts with a head",
+        ),
+        (
+            {"runtime.schedule": "fixed_tree", "runtime.draft_length": "measured"},
+            r"draft_length=measured with runtime\.schedule=fixed_tree",
+        ),
+        ({"generate.draft_layers": [2, 1]}, r"draft_layers=\[2, 1\]: .*increasing order"),
+        ({"generate.draft_layers": [-1, 1]}, r"draft_layers=\[-1, 1\]: name layers from 0"),
         ({"runtime.num_draft_tokens": 3}, r"num_draft_tokens=3: leave it at 0; .* validate\.k"),
         (
             {"runtime.draft_mode": "sampled", "runtime.verify": "keyed"},
             r"runtime\.draft_mode=sampled with runtime\.verify=keyed",
+        ),
+        (
+            {"runtime.schedule": "fixed_tree", "runtime.tree_rates": [0.2, 0.5]},
+            r"runtime\.tree_rates=\[0\.2, 0\.5\]: .* none above the one before it",
         ),
     ],
 )

@@ -212,3 +212,14 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path, target: Path) -> N
     wrong = replace(config, target=replace(config.target, path=str(tmp_path / "empty")))
     with pytest.raises(ValueError, match=r"has no config\.json|config\.json is missing"):
         run_data(wrong)
+
+
+@pytest.mark.parametrize("stage", ["data", "precompute", "train", "validate", "export"])
+def test_stages_whose_figures_are_of_a_chain_refuse_a_tree(
+    tmp_path: Path, target: Path, stage: str
+) -> None:
+    config = make_config(tmp_path, target)
+    config = replace(config, runtime=replace(config.runtime, schedule="dynamic_tree"))
+    with pytest.raises(ValueError, match=f"schedule=dynamic_tree: mtp {stage} works with a head"):
+        getattr(stages, f"run_{stage}")(config)
+    assert not RunDirectory.from_config(config).root.exists()

@@ -29,6 +29,7 @@ from mtp_train.features.sources import (
 from runtime.batch import ForwardBatch
 from runtime.models.loader import load_target
 from runtime.request import HiddenRows
+from runtime.team import SoloTeam
 from tests.unit.features.targets import save_target
 
 CPU = torch.device("cpu")
@@ -128,7 +129,7 @@ def make_bench(path: Path, dtype: torch.dtype) -> Bench:
     return Bench(
         runtime=RuntimeSource(model, max_batch_tokens=32, max_len=80),
         hugging_face=exact,
-        references=[DecodeReference(model), HuggingFaceReference(exact)],
+        references=[DecodeReference(SoloTeam(model)), HuggingFaceReference(exact)],
     )
 
 

@@ -22,6 +22,7 @@ from mtp_train.features.p0 import P0Error
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
 from mtp_train.features.writer import NonFiniteError
+from mtp_train.rules import ConfigError, check_config
 from runtime.request import HiddenRows
 from tests.unit.features.targets import (
     make_config,
@@ -305,3 +306,13 @@ def test_hugging_face_source_is_not_loaded_twice_in_fp32(
     monkeypatch.setattr(HuggingFaceSource, "__init__", count)
     precompute.run(with_features(config, source="huggingface"), group=GROUP)
     assert len(made) == 1
+
+
+def test_a_spread_target_needs_that_many_processes(config: Config) -> None:
+    with pytest.raises(ValueError, match=r"features\.tensor_parallel=2: 1 process"):
+        precompute.run(with_features(config, tensor_parallel=2), group=GROUP)
+
+
+def test_hugging_face_cannot_be_spread(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"features\.tensor_parallel=2 with features\.source"):
+        check_config(with_features(config, tensor_parallel=2, source="huggingface"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.report.facts import Parity, RunFacts, Rung, Speed
+from mtp_train.report.facts import DraftVocabulary, Parity, RunFacts, Rung, Speed
 from mtp_train.report.reader import read_run
 from mtp_train.report.verdict import best_speed, judge
 from tests.unit.report.run_fixture import write_run
@@ -122,3 +122,11 @@ def test_nothing_measured_is_said_and_not_guessed(facts: RunFacts) -> None:
     verdict = judge(nothing)
     assert verdict.answer == "not yet"
     assert verdict.sentence.startswith("Nothing has been measured")
+
+
+def test_a_head_that_no_engine_serves_is_a_no_and_says_why(facts: RunFacts) -> None:
+    listed = with_parity(facts, draft_vocab=DraftVocabulary(8192, "this runtime only"))
+    assert judge(listed).answer == "no"
+    (reason,) = sentences(listed, "against")
+    assert "8,192 ids" in reason
+    assert "this runtime only" in reason

@@ -68,6 +68,7 @@ def random_head(target: Target, *, seed: int = 1, **overrides: Any) -> DraftMode
 def make_engine(target: Target, draft: DraftModel | None = None, **overrides: Any) -> Engine:
     transfer = overrides.pop("transfer", None)
     tokenizer = overrides.pop("tokenizer", None)
+    recorder = overrides.pop("recorder", None)
     values: dict[str, Any] = {
         "page_size": 16,
         "num_pages": 64,
@@ -84,6 +85,7 @@ def make_engine(target: Target, draft: DraftModel | None = None, **overrides: An
         draft=draft,
         tokenizer=tokenizer,
         transfer=transfer,
+        recorder=recorder,
     )
 
 

@@ -16,6 +16,7 @@ from runtime.models.config import load_config
 from runtime.models.llama import LlamaModel
 from runtime.models.loader import Checkpoint, fingerprint_target, load_target, resolve_target
 from runtime.ops import TorchOps
+from runtime.parallel import SingleProcessGroup
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, save_llama
 
 CPU = torch.device("cpu")
@@ -196,6 +197,7 @@ def test_loading_holds_one_checkpoint_tensor_beside_the_weights(saved):
         ops=TorchOps(),
         dtype=torch.bfloat16,
         device=CPU,
+        group=SingleProcessGroup(CPU),
         pack=True,
     )
     largest = max(torch.Size(shape).numel() for shape in config.tensor_shapes().values())

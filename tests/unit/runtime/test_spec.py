@@ -258,6 +258,8 @@ def one_slot_of_draft_kv_leaked(schedule: MtpSchedule) -> None:
 
 
 class _Leaky:
+    draft_loop = None
+
     def __init__(self, runner: Any, forward: Callable[[ForwardBatch], torch.Tensor]) -> None:
         self.model, self.pool, self.table, self.forward = (
             runner.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from mtp_train.validate.subject import Subject
 from runtime.config import EngineConfig
+from runtime.draft_vocab import reduce_head
 from runtime.head_spec import save_head
 from tests.unit.runtime.engine_fixtures import VOCAB, head_spec, random_head_tensors, tiny_target
 from tests.unit.runtime.model_fixtures import random_ids
@@ -36,6 +38,14 @@ def make_subject(
         runtime_dtype=dtype,
         engine_config=RUNTIME,
     )
+
+
+def make_reduced_subject(path: Path, ids: tuple[int, ...]) -> Subject:
+    """The same, drafting from ``ids`` only."""
+    subject = make_subject(path)
+    spec, tensors = reduce_head(subject.spec, subject.tensors, torch.tensor(ids), coverage=0.5)
+    save_head(path / "reduced", spec, tensors)
+    return replace(subject, head_path=path / "reduced", _contract=None, _heads={})
 
 
 def make_prompts(lengths: tuple[int, ...] = (5, 1, 19, 33, 2, 12)) -> list[list[int]]:

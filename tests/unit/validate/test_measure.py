@@ -10,7 +10,7 @@ import torch
 
 from data_prep.config import DataConfig
 from mtp_train.config import Config, LossConfig, RunConfig, TargetConfig, ValidateConfig
-from mtp_train.distributed import ProcessGroup, SingleProcessGroup
+from mtp_train.distributed import SingleProcessGroup
 from mtp_train.heads import build_training_head
 from mtp_train.losses import head_loss
 from mtp_train.packing import pack
@@ -154,31 +154,17 @@ def test_validation_loss_is_the_trainers_loss_on_the_same_rows(
     assert (result.step, result.k, result.num_prompts) == (7, 2, 5)
 
 
-class FakeRank(ProcessGroup):
+class FakeRank(SingleProcessGroup):
     """One of several ranks run one after the other: remembers what it contributed."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
+        super().__init__(torch.device("cpu"))
+        self.rank, self.world_size = rank, world_size
         self.sent: list[torch.Tensor] = []
-
-    def barrier(self) -> None:
-        return None
-
-    def broadcast_object(self, value: Any, *, source: int = 0) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        return tensor
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Any = "sum") -> torch.Tensor:
         self.sent.append(tensor.clone())
         return tensor
-
-    def close(self) -> None:
-        return None
 
 
 @pytest.mark.parametrize("world_size", [2, 6])

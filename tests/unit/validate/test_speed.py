@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from mtp_train.validate import p5
+from mtp_train.validate.forced_draft import ForcedDraft
 from mtp_train.validate.measure import make_requests
 from mtp_train.validate.p5 import Cell, CellRuns
 from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, time_run
 from mtp_train.validate.subject import Subject
-from tests.unit.validate.subjects import make_prompts, make_subject
+from tests.unit.validate.subjects import make_prompts, make_reduced_subject, make_subject
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,28 @@ def test_forced_drafts_are_always_right_or_always_wrong(
     assert [timing.num_steps for timing in right] == [12 // (k + 1)] * 2
     assert [timing.num_steps for timing in wrong] == [12, 12]
     assert {timing.num_tokens for timing in right + wrong} == {12 * batch_size}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_forced_drafts_of_a_reduced_vocabulary_are_right_where_they_can_be(
+    tmp_path: Path, batch_size: int
+) -> None:
+    """Costs are those of its few columns; a token outside of the list cannot be drafted."""
+    subject = make_reduced_subject(tmp_path, (1, 3, 4, 8, 10))
+    group = make_requests(make_prompts()[:batch_size], max_tokens=13, ignore_eos=True)
+    bench = SpeedBench(subject, [group])
+    answers = bench.plain_answers(group)
+    for is_right in (True, False):
+        draft = ForcedDraft(subject.head(torch.float32), answers, is_right=is_right)
+        engine = draft.engine = bench.engine(2, draft=draft)
+        results = engine.generate(group)
+        assert [[*g.prompt_ids, *g.output_ids] for g in results] == [
+            answers[g.request_id] for g in results
+        ]
+        for generation in results:
+            for step in generation.steps:
+                wanted = generation.output_ids[step.start]
+                assert (step.num_accepted > 0) == (is_right and wanted in (1, 3, 4, 8, 10))
 
 
 def test_timing_counts_steps_tokens_and_gaps(subject: Subject) -> None:
@@ -74,7 +97,7 @@ def runs(plain_s: list[float], spec_s: list[float], *, steps: int, cost: CostMod
 def test_speedup_pools_medians_over_prompts_and_is_compared_with_the_model() -> None:
     cost = CostModel(c=0.25, v=0.1)
     measured = runs([1.0, 2.0, 1.0, 2.0], [0.8, 1.0, 0.8, 1.0], steps=30, cost=cost)
-    row, entry = p5._compare(measured, 2, "set")
+    row, entry = p5.compare_speed(measured, 2, "set")
     assert row.speedup == pytest.approx(6.0 / 3.6)
     assert 1.25 <= row.low <= row.speedup <= row.high <= 2.0
     assert row.low < row.high

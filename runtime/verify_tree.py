@@ -1,0 +1,72 @@
+"""Verification of a draft tree: walk down from the root while the target's draw is a child.
+
+Children are a deterministic top-k without repetition, so the draw ``x ~ p`` of a node picks at most
+one of them: descend if it does, else emit ``x`` and stop. Every token is the target's own draw at
+its position, with the uniform that plain decoding would use: exact at any temperature, and equal to
+plain decoding token for token. Rejection sampling of such (one-hot) drafts accepts alike, so there
+is one way to verify a tree.
+
+Shape legend: B requests, N nodes, R = N + 1 rows (row 0 is the root), E = depth + 1, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.sampling import SamplingTensors, Stream, sample
+
+
+@dataclass(frozen=True)
+class VerifiedTree:
+    """Of every request: ``tokens_BE`` are the draws along the path (after its end they repeat the
+    last one), ``ids_BE`` the same with -1 there (output only), ``num_emitted_B`` in 1..E.
+
+    ``path_BE`` holds the rows of the path, the root first; past the path's end row ``j`` itself, a
+    row that nobody will use.
+    """
+
+    ids_BE: torch.Tensor
+    tokens_BE: torch.Tensor
+    path_BE: torch.Tensor
+    num_emitted_B: torch.Tensor
+    last_ids_B: torch.Tensor
+
+
+def verify_tree(
+    target_logits_BRV: torch.Tensor,
+    node_ids_BN: torch.Tensor,
+    parents_BN: torch.Tensor,
+    sampling: SamplingTensors,
+    first_positions_B: torch.Tensor,
+    *,
+    depth: int,
+) -> VerifiedTree:
+    """Walk the tree; ``sampling`` has B rows, ``first_positions_B`` is the index of the first token
+    emitted, ``parents_BN`` are rows, no node is deeper than ``depth``. Never waits.
+    """
+    vocab = target_logits_BRV.shape[-1]
+    row_B = torch.zeros_like(first_positions_B)
+    num_accepted_B = torch.zeros_like(first_positions_B)
+    tokens, path = [], []
+    for _ in range(depth + 1):
+        path.append(row_B)
+        logits_BV = target_logits_BRV.gather(1, row_B[:, None, None].expand(-1, 1, vocab))[:, 0]
+        token_B = sample(logits_BV, sampling, first_positions_B + num_accepted_B, Stream.TARGET)
+        tokens.append(token_B)
+        is_next_BN = (parents_BN == row_B[:, None]) & (node_ids_BN == token_B[:, None])
+        found_B, node_B = is_next_BN.to(torch.uint8).max(-1)
+        # Once nothing is found, row and draw stay what they are: the walk stands still.
+        row_B = torch.where(found_B == 1, node_B + 1, row_B)
+        num_accepted_B = num_accepted_B + found_B
+    tokens_BE, path_BE = torch.stack(tokens, 1), torch.stack(path, 1)
+    step_E = torch.arange(depth + 1, device=tokens_BE.device)
+    is_past_BE = step_E > num_accepted_B[:, None]
+    return VerifiedTree(
+        ids_BE=tokens_BE.masked_fill(is_past_BE, -1),
+        tokens_BE=tokens_BE,
+        path_BE=torch.where(is_past_BE, step_E, path_BE),
+        num_emitted_B=num_accepted_B + 1,
+        last_ids_B=tokens_BE[:, -1],
+    )
