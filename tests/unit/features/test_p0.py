@@ -161,7 +161,7 @@ def test_states_of_both_sources_pass_in_fp32(bench: Bench) -> None:
 def test_the_decode_path_equals_scoring_row_by_row(bench: Bench) -> None:
     sample = max(bench.samples(bench.runtime), key=lambda s: len(s.input_ids))
     ids = tuple(sample.input_ids.tolist())
-    (scores,) = bench.runtime._engine.score([ids], decode_path=True)
+    (scores,) = bench.runtime.engine.score([ids], decode_path=True)
     for start in (0, 20):
         (logits_MV,) = bench.references[0].logits([p0_module.Window(ids, start)])
         got = logits_MV.log_softmax(-1).gather(1, sample.input_ids[start + 1 :, None])[:, 0]
