@@ -26,6 +26,7 @@ class EventLog:
     def __init__(self, path: Path | None, *, stage: str) -> None:
         self.path = path
         self.stage = stage
+        self.num_written = 0
         self._file: IO[bytes] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,6 +50,7 @@ class EventLog:
         line = json.dumps(to_jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
         # Half a character has no UTF-8; JSON escapes it as Python does.
         self._file.write(line.encode(errors="backslashreplace"))
+        self.num_written += 1
 
     def close(self) -> None:
         if self._file is not None:
@@ -102,16 +104,22 @@ class Attempt:
 
 
 def stage_attempts(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Attempt]]:
-    """The attempts of every stage that logged anything, in order of the first ones."""
+    """The attempts of every stage that logged anything, in order of the first ones.
+
+    A start whose settings were refused is none.
+    """
     found: dict[str, list[Attempt]] = {}
     for event in events:
         time = datetime.datetime.fromisoformat(event["time"])
         attempts = found.setdefault(event["stage"], [])
+        if event["event"] == "stage_refused" and attempts:
+            attempts.pop()
+            continue
         if event["event"] == "stage_started" or not attempts:
             attempts.append(Attempt(time, time, is_finished=False))
         is_finished = attempts[-1].is_finished or event["event"] == "stage_finished"
         attempts[-1] = Attempt(attempts[-1].start, time, is_finished)
-    return found
+    return {stage: attempts for stage, attempts in found.items() if attempts}
 
 
 def to_jsonable(value: Any) -> Any:

@@ -121,8 +121,14 @@ class RunDirectory:
         return EventLog(self.events_file if is_leader else None, stage=stage)
 
     def record_config(self, yaml_text: str) -> None:
-        """Write ``config.yaml``: the resolved configuration of the latest command."""
+        """Write ``config.yaml``: the resolved configuration of the latest command that was not
+        refused.
+        """
         write_text_atomic(self.config_file, yaml_text)
+
+    def recorded_config(self) -> str | None:
+        """What :meth:`record_config` wrote last; ``None`` when there is nothing yet."""
+        return self.config_file.read_text(encoding="utf-8") if self.config_file.is_file() else None
 
     def record_versions(self, stage: str) -> None:
         """Write this stage's entry of ``versions.json`` and keep those of the other stages."""

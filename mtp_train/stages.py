@@ -57,6 +57,7 @@ def open_stage(
     console = make_console(is_leader=group.is_leader)
     setup_logging(console, level=logging.INFO if group.is_leader else logging.WARNING)
     run = RunDirectory.from_config(config)
+    before = run.recorded_config()
     if group.is_leader:
         run.record_config(dump_config(config))
         run.record_versions(stage)
@@ -64,7 +65,15 @@ def open_stage(
     try:
         with run.event_log(stage, is_leader=group.is_leader) as events:
             events.write("stage_started", world_size=group.world_size, seed=config.seed)
-            yield StageScope(run=run, group=group, console=console, events=events)
+            num_events = events.num_written
+            try:
+                yield StageScope(run=run, group=group, console=console, events=events)
+            except ValueError:
+                if group.is_leader and events.num_written == num_events:  # refused, nothing done
+                    events.write("stage_refused")
+                    if before is not None:
+                        run.record_config(before)
+                raise
             if group.is_leader:
                 run.record_fingerprints(stage, run_fingerprints(config))
             wall_s = time.monotonic() - started

@@ -114,7 +114,7 @@ def _happenings(events: Iterable[Mapping[str, Any]]) -> Iterable[Happening]:
             if stage in open_stages:
                 what = "started again: the attempt before did not finish"
             open_stages.add(stage)
-        elif name == "stage_finished":
+        elif name in ("stage_finished", "stage_refused"):
             open_stages.discard(stage)
         elif name == "start":
             if whole(event.get("step")):

@@ -15,7 +15,7 @@ from mtp_train import stages
 from mtp_train.capture import open_capture
 from mtp_train.config import Config
 from mtp_train.distributed import SingleProcessGroup
-from mtp_train.events import read_events
+from mtp_train.events import read_events, stage_attempts
 from mtp_train.features.manifest import load_manifest
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.sources import RuntimeSource, load_hugging_face
@@ -136,9 +136,14 @@ def test_a_stage_leaves_its_records_and_is_not_repeated(
         ]
         * 2
     )
+    recorded = run.config_file.read_text()
+    attempts = stage_attempts(read_events(run.events_file))
     other = replace(config, data=replace(config.data, max_tokens=100))
     with pytest.raises(ValueError, match="max_tokens"):
         run_data(other)
+    # A refused command leaves the records of the run as they were.
+    assert run.config_file.read_text() == recorded
+    assert stage_attempts(read_events(run.events_file)) == attempts
 
 
 def test_a_capture_with_non_finite_states_is_refused(tmp_path: Path, target: Path) -> None:
