@@ -448,7 +448,8 @@ def test_interrupted_while_nobody_answers_it_ends_at_once(tmp_path: Path) -> Non
 
 
 WAITING = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
 from data_prep.chat import ChatFormat
 from data_prep.endpoints.endpoint import Patience
 from data_prep.endpoints.pool import EndpointPool
