@@ -183,6 +183,21 @@ class PlainSchedule:
         return upload_ids(known, self.device)
 
 
+def chain_results(
+    plan: StepPlan,
+    ids_BK1: Sequence[Sequence[int]],
+    num_emitted_B: Sequence[int],
+    draft_ids_BK: Sequence[Sequence[int]],
+) -> list[WorkResult]:
+    """What a verified chain of drafts gave each request of ``plan``."""
+    return [
+        WorkResult(work, tuple(ids[:count]), count, count - 1, tuple(drafts))
+        for work, ids, count, drafts in zip(
+            plan.works, ids_BK1, num_emitted_B, draft_ids_BK, strict=True
+        )
+    ]
+
+
 def _last_rows(works: Sequence[Work]) -> list[int]:
     """Flat index of the last row of each work that samples."""
     rows, end = [], 0

@@ -36,16 +36,10 @@ from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
 from runtime.config import DraftMode, VerifyMode
 from runtime.parallel import ProcessGroup
 from runtime.request import Phase
-from runtime.sampling import (
-    SamplingTensors,
-    Stream,
-    argmax,
-    inverse_cdf,
-    philox_uniform,
-    token_probs,
-)
+from runtime.sampling import SamplingTensors
 from runtime.scheduler import StepPlan, Work
-from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult, chain_results
+from runtime.spec.draw import draw_draft
 from runtime.transfer import HostTransfer
 from runtime.verify import verify_chain
 
@@ -118,13 +112,7 @@ class DraftTargetSchedule(PlainSchedule):
         """Wait for the ids; after a speculative step, enqueue the draft's two rows behind it."""
         if not pending.is_speculative:
             return super().collect(pending)
-        ids_BK1, num_emitted_B, draft_ids_BK = self.transfer.wait(pending.handle)
-        results = [
-            WorkResult(work, tuple(ids[:count]), count, count - 1, tuple(drafts))
-            for work, ids, count, drafts in zip(
-                pending.plan.works, ids_BK1, num_emitted_B, draft_ids_BK, strict=True
-            )
-        ]
+        results = chain_results(pending.plan, *self.transfer.wait(pending.handle))
         self.extend_two_rows(results)
         return results
 
@@ -192,7 +180,7 @@ class DraftTargetSchedule(PlainSchedule):
         logits_BV = self.logits_RV.index_select(0, rows_B)
         for step in range(k):
             positions = [work.start + 1 + step for work in works]
-            ids_B, probs_BV = self._draw(logits_BV, sampling, positions)
+            ids_B, probs_BV = draw_draft(logits_BV, sampling, positions, self.draft_mode)
             self.transfer.mark("draw")
             yield ids_B, probs_BV
             if step + 1 < k:
@@ -294,17 +282,6 @@ class DraftTargetSchedule(PlainSchedule):
         )
         self.transfer.mark("batch")
         return batch
-
-    def _draw(
-        self, logits_BV: torch.Tensor, sampling: SamplingTensors, positions: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One drafted token per request and, where it is sampled, the very q it comes from."""
-        if self.draft_mode == "argmax":
-            return argmax(logits_BV), None
-        probs_BV = token_probs(logits_BV, sampling)
-        positions_B = upload_ids(positions, self.device)
-        uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)
-        return inverse_cdf(probs_BV, uniform_B), probs_BV
 
     def _carry_over(self, table_rows: Sequence[int], hidden_MD: torch.Tensor) -> None:
         """Keep the logits of these rows until the next proposal draws from them."""

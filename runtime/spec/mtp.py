@@ -30,16 +30,10 @@ from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
 from runtime.config import DraftMode, VerifyMode
 from runtime.draft_vocab import spread_probs, to_target_ids
 from runtime.models.base import DraftModel
-from runtime.sampling import (
-    SamplingTensors,
-    Stream,
-    argmax,
-    inverse_cdf,
-    philox_uniform,
-    token_probs,
-)
+from runtime.sampling import SamplingTensors
 from runtime.scheduler import StepPlan, Work
-from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult
+from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult, chain_results
+from runtime.spec.draw import draw_draft
 from runtime.spec.shift import shift_inputs
 from runtime.transfer import HostTransfer
 from runtime.verify import Verified, verify_chain
@@ -78,13 +72,7 @@ class MtpSchedule(PlainSchedule):
     def collect(self, pending: PendingStep) -> list[WorkResult]:
         if not pending.is_speculative:
             return super().collect(pending)
-        ids_BK1, num_emitted_B, draft_ids_BK = self.transfer.wait(pending.handle)
-        return [
-            WorkResult(work, tuple(ids[:count]), count, count - 1, tuple(drafts))
-            for work, ids, count, drafts in zip(
-                pending.plan.works, ids_BK1, num_emitted_B, draft_ids_BK, strict=True
-            )
-        ]
+        return chain_results(pending.plan, *self.transfer.wait(pending.handle))
 
     def _enqueue_speculative(self, plan: StepPlan) -> PendingStep:
         works, k = plan.works, plan.num_draft_tokens
@@ -143,19 +131,16 @@ class MtpSchedule(PlainSchedule):
         self, works: Sequence[Work], rows_B: torch.Tensor, k: int, sampling: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
+        hidden_BD = self.hidden_RD.index_select(0, rows_B)
+        logits_BW = self.logits_RV.index_select(0, rows_B)
+        table_rows = [work.state.row for work in works]
+        starts = [work.start for work in works]
         if self.draft.draft_loop is not None and self.draft_mode == "argmax":
             draft_ids_BK = self.draft.draft_loop.propose(
-                self.hidden_RD.index_select(0, rows_B),
-                self.logits_RV.index_select(0, rows_B),
-                table_rows=[work.state.row for work in works],
-                starts=[work.start for work in works],
-                k=k,
+                hidden_BD, logits_BW, table_rows=table_rows, starts=starts, k=k
             )
             if draft_ids_BK is not None:
                 return draft_ids_BK, None
-        hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BW = self.logits_RV.index_select(0, rows_B)
-        starts = [work.start for work in works]
         drafts: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         for step in range(k):
@@ -163,7 +148,7 @@ class MtpSchedule(PlainSchedule):
                 batch = build_batch(
                     BatchMode.DECODE,
                     table=self.table,
-                    table_rows=[work.state.row for work in works],
+                    table_rows=table_rows,
                     starts=[start + step - 1 for start in starts],
                     q_lens=[1] * len(works),
                     input_ids_N=drafts[-1],
@@ -172,16 +157,12 @@ class MtpSchedule(PlainSchedule):
                 )
                 hidden_BD = self.draft.forward(batch)
                 logits_BW = self.head.logits(hidden_BD)
-            if self.draft_mode == "argmax":
-                drafts.append(self._to_target_ids(argmax(logits_BW)))
-                self.agree(drafts[-1])
-                continue
-            probs_BW = token_probs(logits_BW, sampling)
-            positions_B = upload_ids([start + 1 + step for start in starts], self.device)
-            uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)
-            drafts.append(self._to_target_ids(inverse_cdf(probs_BW, uniform_B)))
+            positions = [start + 1 + step for start in starts]
+            columns_B, probs_BW = draw_draft(logits_BW, sampling, positions, self.draft_mode)
+            drafts.append(self._to_target_ids(columns_B))
             self.agree(drafts[-1])
-            probs.append(self._to_target_probs(probs_BW))
+            if probs_BW is not None:
+                probs.append(self._to_target_probs(probs_BW))
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def run_draft(

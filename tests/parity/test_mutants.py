@@ -30,7 +30,7 @@ from runtime.models.llama import LlamaModel
 from runtime.ops import BlockOps, NormWeight
 from runtime.request import HiddenRows
 from runtime.sampling import Stream
-from runtime.spec import base, mtp
+from runtime.spec import base, draw, mtp
 from runtime.spec.mtp import MtpSchedule
 from tests.unit.runtime.engine_fixtures import VOCAB, head_spec, random_head_tensors, tiny_target
 from tests.unit.runtime.test_spec import MUTANTS as SCHEDULE_MUTANTS
@@ -408,13 +408,13 @@ def keyed_by_another_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def argmax_verified_as_if_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtp, "inverse_cdf", lambda weights, uniform: weights.argmax(-1))
+    monkeypatch.setattr(draw, "inverse_cdf", lambda weights, uniform: weights.argmax(-1))
 
 
 def draft_and_accept_share_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = mtp.philox_uniform
+    original = draw.philox_uniform
     monkeypatch.setattr(
-        mtp,
+        draw,
         "philox_uniform",
         lambda seed, position, stream: original(seed, position, Stream.ACCEPT),
     )

@@ -21,7 +21,7 @@ from runtime.models.loader import Target
 from runtime.request import Generation, Request, SamplingParams
 from runtime.sampling import Stream
 from runtime.scheduler import StepPlan
-from runtime.spec import draft_target
+from runtime.spec import draw
 from runtime.spec.base import WorkResult
 from runtime.spec.draft_target import DraftRows, DraftTargetSchedule
 from runtime.transfer import ImmediateTransfer
@@ -193,12 +193,12 @@ def test_rejection_sampling_has_the_exact_joint_of_three_tokens(
 def test_mutant_shared_draft_and_accept_stream_turns_the_joint_red(
     target: Target, shallow: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = draft_target.philox_uniform
+    original = draw.philox_uniform
 
     def shared(seed: torch.Tensor, position: torch.Tensor, stream: Stream) -> torch.Tensor:
         return original(seed, position, Stream.ACCEPT)
 
-    monkeypatch.setattr(draft_target, "philox_uniform", shared)
+    monkeypatch.setattr(draw, "philox_uniform", shared)
     test = joint_g_test(target.model, shallow, k=2, draft_mode="sampled", count=12_000)
     assert not test.passed
 

@@ -20,7 +20,7 @@ from runtime.models.loader import Target
 from runtime.no_wait import no_wait
 from runtime.sampling import Stream
 from runtime.scheduler import StepPlan
-from runtime.spec import mtp
+from runtime.spec import draw
 from runtime.spec.base import PendingStep
 from runtime.spec.mtp import MtpSchedule
 from runtime.transfer import HostTransfer
@@ -188,12 +188,12 @@ def test_rejection_sampling_has_the_exact_joint_of_three_tokens(
 def test_mutant_shared_draft_and_accept_stream_turns_the_joint_red(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = mtp.philox_uniform
+    original = draw.philox_uniform
 
     def shared(seed: torch.Tensor, position: torch.Tensor, stream: Stream) -> torch.Tensor:
         return original(seed, position, Stream.ACCEPT)
 
-    monkeypatch.setattr(mtp, "philox_uniform", shared)
+    monkeypatch.setattr(draw, "philox_uniform", shared)
     head = random_head(target)
     test = joint_g_test(target.model, head, k=2, draft_mode="sampled", count=NUM_TRIPLES)
     assert not test.passed
