@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep.addresses import check_url, check_variable
 from data_prep.builtin import BUILTIN_SETS
-from mtp_train.config import Config, ValidateConfig
+from mtp_train.config import Config
 
 Number = int | float
 Rule = tuple[tuple[str, ...], Callable[[Number], bool], str]
@@ -109,6 +109,7 @@ RANGES: tuple[Rule, ...] = (
     ),
 )
 
+_EVALUATION_SETS = tuple(name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only)
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
 
 
@@ -143,13 +144,7 @@ def _check_run_name(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    data = config.data
-    measured = sorted(set(data.sources) & set(config.validate.sets))
-    if measured:
-        raise ConfigError(
-            f"data.sources contains {', '.join(measured)}, on which validate.sets measures: a head "
-            "must not be trained on its own final evaluation; change one of the two"
-        )
+    _check_not_trained_on(config, "validate.sets")
 
 
 def _check_regeneration(config: Config) -> None:
@@ -246,7 +241,7 @@ def _check_validation(config: Config) -> None:
             f"runtime.num_draft_tokens={runtime.num_draft_tokens}: leave it at 0; the number of "
             "drafted tokens is validate.k, and everything else decodes without drafts"
         )
-    _check_sets(validate)
+    _check_sets(config)
     if not validate.rungs:
         raise ConfigError("validate.rungs=[]: name at least one of P0, P1, P2, P3, P4, P5, P6")
     for rung in validate.rungs:
@@ -329,30 +324,35 @@ def _check_engine(config: Config) -> None:
         )
     if not engine.k or min(engine.k) < 1:
         raise ConfigError(f"engine.k={list(engine.k)}: name numbers of drafted tokens, from 1")
-    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
-    for name in engine.sets:
-        if name not in known:
-            raise ConfigError(f"engine.sets: {name} is unknown; allowed are {', '.join(known)}")
-    if not engine.sets:
-        raise ConfigError(f"engine.sets=[]: name at least one of {', '.join(known)}")
-    trained = sorted(set(config.data.sources) & set(engine.sets))
-    if trained:
+    _check_known_sets(config, "engine.sets")
+    _check_not_trained_on(config, "engine.sets")
+
+
+def _check_known_sets(config: Config, path: str) -> None:
+    names = get_field(config, path)
+    known = ", ".join(_EVALUATION_SETS)
+    if not names:
+        raise ConfigError(f"{path}=[]: name at least one of {known}")
+    for name in names:
+        if name not in _EVALUATION_SETS:
+            raise ConfigError(f"{path}: {name} is unknown; allowed are {known}")
+
+
+def _check_not_trained_on(config: Config, path: str) -> None:
+    measured = sorted(set(config.data.sources) & set(get_field(config, path)))
+    if measured:
         raise ConfigError(
-            f"data.sources contains {', '.join(trained)}, on which engine.sets measures: a head "
+            f"data.sources contains {', '.join(measured)}, on which {path} measures: a head "
             "must not be trained on its own final evaluation; change one of the two"
         )
 
 
-def _check_sets(validate: ValidateConfig) -> None:
-    known = [name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only]
-    if not validate.sets:
-        raise ConfigError(f"validate.sets=[]: name at least one of {', '.join(known)}")
-    for name in validate.sets:
-        if name not in known:
-            raise ConfigError(f"validate.sets: {name} is unknown; allowed are {', '.join(known)}")
+def _check_sets(config: Config) -> None:
+    validate = config.validate
+    _check_known_sets(config, "validate.sets")
     if len(set(validate.sets)) < len(validate.sets):
         raise ConfigError(f"validate.sets={list(validate.sets)}: each set may be named once")
-    two = [name for name in known if BUILTIN_SETS[name].has_second_turns]
+    two = [name for name in _EVALUATION_SETS if BUILTIN_SETS[name].has_second_turns]
     if validate.turns == 2 and not set(two) & set(validate.sets):
         raise ConfigError(
             f"validate.turns=2 with validate.sets={list(validate.sets)}: only {', '.join(two)} has "
