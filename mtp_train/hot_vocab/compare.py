@@ -7,7 +7,7 @@ plain decoding; costs are those of the very columns that are computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,8 @@ from mtp_train.validate.p5 import LEVEL, Cell, CellRuns, compare_speed, measure_
 from mtp_train.validate.report import SpeedResult
 from mtp_train.validate.speed import SpeedBench, Timing, median
 from mtp_train.validate.subject import Subject
-from runtime.request import Request
 
 WHOLE = 0  # the size that stands for the whole vocabulary
-_COST_TOKENS = 17
 _Runs = dict[tuple[int, int], list[list[Timing]]]  # by (size, K): [prompt][repeat]
 _PLAIN = (WHOLE, 0)
 
@@ -124,9 +122,8 @@ def time_sizes(
     requests = make_requests(prompts, max_tokens=max_tokens, ignore_eos=True)
     groups = [[request] for request in requests]
     benches = {size: SpeedBench(subject, groups) for size, subject in subjects.items()}
-    short = [_shorten(requests[0], min(_COST_TOKENS, max_tokens))]
     costs = {
-        size: measure_cost(bench, short, sorted({1, max(2, *draft_lengths)}))
+        size: measure_cost(bench, groups[0], draft_lengths, max_tokens=max_tokens)
         for size, bench in benches.items()
     }
     cells = [_PLAIN, *((size, k) for k in draft_lengths for size in subjects)]
@@ -158,7 +155,3 @@ def _gain(whole: Sequence[Sequence[Timing]], hot: Sequence[Sequence[Timing]]) ->
     interval = prompt_interval(sums_P2, lambda s: s[:, 0] / s[:, 1], level=LEVEL)
     ratio = float(sums_P2[:, 0].sum() / sums_P2[:, 1].sum())
     return Gain(ratio, interval.low, interval.high)
-
-
-def _shorten(request: Request, max_tokens: int) -> Request:
-    return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))

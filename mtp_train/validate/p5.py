@@ -118,8 +118,7 @@ def run_cell(
     """Forced drafts first (the cost model), then plain and every K in turn, group by group."""
     groups = make_groups(prompts, cell, max_tokens=max_tokens)
     bench = SpeedBench(subject, groups)
-    short = [_shorten(request, min(_FORCED_TOKENS, max_tokens)) for request in groups[0]]
-    cost, forced = measure_cost(bench, short, sorted({1, max(2, *draft_lengths)}))
+    cost, forced = measure_cost(bench, groups[0], draft_lengths, max_tokens=max_tokens)
     lengths = [0, *draft_lengths]
     for k in lengths:
         bench.run(groups[0], k)  # warm: first use of every shape
@@ -150,14 +149,15 @@ def make_groups(
     return [requests[start : start + size] for start in range(0, num, size)]
 
 
-def _shorten(request: Request, max_tokens: int) -> Request:
-    return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
-
-
 def measure_cost(
-    bench: SpeedBench, group: Sequence[Request], lengths: Sequence[int]
+    bench: SpeedBench, requests: Sequence[Request], draft_lengths: Sequence[int], *, max_tokens: int
 ) -> tuple[CostModel, dict[str, float]]:
-    """c and v from forced drafts at two or more K, and the figures that they were taken from."""
+    """c and v from forced drafts at K = 1 and the largest of ``draft_lengths`` (2 at least), over a
+    few tokens of ``requests`` decoded together; and the figures that they were taken from.
+    """
+    limit = min(_FORCED_TOKENS, max_tokens)
+    group = [replace(r, sampling=replace(r.sampling, max_tokens=limit)) for r in requests]
+    lengths = sorted({1, max(2, *draft_lengths)})
     answers = bench.plain_answers(group)
     plain: list[float] = []
     steps: dict[tuple[int, bool], list[float]] = {}
