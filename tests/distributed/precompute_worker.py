@@ -30,6 +30,7 @@ from mtp_train import precompute
 from mtp_train.distributed import init_process_group
 from mtp_train.features import manifest, workbench, writer  # noqa: F401
 from runtime.engine import Engine  # noqa: F401
+from tests.distributed.ranks import torchrun_environment
 from tests.unit.features.targets import make_config
 
 
@@ -87,14 +88,7 @@ def dump(root: Path, plan: dict[str, Any], rank: int, run: dict[str, Any], port:
     """The life of one forked rank."""
     world_size = run["world_size"]
     if world_size > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= torchrun_environment(rank, world_size, port)
     if run["die_at"] and run["die_at"][0] == rank:
         install_killer(*run["die_at"][1:])
     group = init_process_group(device="cpu", timeout_s=60)

@@ -14,7 +14,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.head_spec import HeadSpec, RopeSpec
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.models.base import DraftModel
+from runtime.models.base import DraftModel, Model
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
 from runtime.request import Request, RequestState, SamplingParams
@@ -115,18 +115,19 @@ class ByteTokenizer:
         )
 
 
-class StubDraft(DraftModel):
-    """Knows the plain output; drafts right, wrong, or right at even positions. Has no weights.
+class Oracle(Model):
+    """Knows the plain output; right where ``behaviour(position)`` says so, else wrong. No weights.
 
-    Its state is (position, table row): row i at position p predicts token p + 2 of whoever holds
-    the row. ``behaviour(position) -> bool`` says whether that token is drafted right.
+    Its state is (position, table row): the row at position p predicts token p + ``ahead`` of
+    whoever holds the table row.
     """
+
+    ahead: int
 
     def __init__(self, target: Target, answers: dict[str, list[int]], behaviour: Any) -> None:
         self.device, self.dtype = target.model.device, torch.float32
-        self.vocab_size = self.draft_vocab_size = target.model.vocab_size
-        self.draft_vocab_ids = None
-        self.width = 2
+        self.group, self.width = target.model.group, 2
+        self.vocab_size = target.model.vocab_size
         self.answers = answers
         self.behaviour = behaviour
         self.engine: Engine | None = None
@@ -145,17 +146,34 @@ class StubDraft(DraftModel):
         rows = torch.repeat_interleave(torch.tensor(batch.table_rows), torch.tensor(batch.q_lens))
         return torch.stack([batch.positions_N, rows], 1).float()
 
-    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+    def right_tokens(self, hidden_MD: torch.Tensor) -> list[tuple[int, int]]:
+        """The predicted position and the right token of each row (0 behind the answer's end)."""
         assert self.engine is not None
         owners = {state.row: state for state in self.engine.scheduler.running}
-        logits = torch.zeros(len(hidden_MD), self.vocab_size)
-        for index, (position, row) in enumerate(hidden_MD.long().tolist()):
+        found = []
+        for position, row in hidden_MD.long().tolist():
             answer = self.answers[owners[row].request.request_id]
-            token = answer[position + 2] if position + 2 < len(answer) else 0
-            if not self.behaviour(position + 2):
-                token = (token + 1) % self.vocab_size
-            logits[index, token] = 1.0
+            predicted = position + self.ahead
+            found.append((predicted, answer[predicted] if predicted < len(answer) else 0))
+        return found
+
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(len(hidden_MD), self.vocab_size)
+        for index, (position, token) in enumerate(self.right_tokens(hidden_MD)):
+            is_right = self.behaviour(position)
+            logits[index, token if is_right else (token + 1) % self.vocab_size] = 1.0
         return logits
+
+
+class StubDraft(Oracle, DraftModel):
+    """An oracle as a head, whose rows take the token behind their own."""
+
+    ahead = 2
+
+    def __init__(self, target: Target, answers: dict[str, list[int]], behaviour: Any) -> None:
+        super().__init__(target, answers, behaviour)
+        self.draft_vocab_size = self.vocab_size
+        self.draft_vocab_ids = None
 
 
 def run_stepwise(

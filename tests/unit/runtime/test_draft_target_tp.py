@@ -24,23 +24,14 @@ from runtime.spec.draft_target import DraftTargetSchedule, OnLeader
 from tests.unit.runtime.draft_models import tiny_draft
 from tests.unit.runtime.engine_fixtures import EOS, VOCAB, make_requests, run_stepwise
 from tests.unit.runtime.model_fixtures import save_llama
+from tests.unit.runtime.test_tensor_parallel import SHAPES
 from tests.unit.runtime.thread_group import ThreadGroup, run_ranks
 
 CPU = torch.device("cpu")
 K = 3
-SHAPES: dict[str, dict[str, Any]] = {
-    "even": {"num_attention_heads": 8, "num_key_value_heads": 4},
-    "three_kv_heads": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "hidden_size": 36,
-        "intermediate_size": 50,
-        "tie_word_embeddings": True,
-    },
-}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=["even", "three_kv_heads"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place: Path = tmp_path_factory.mktemp("target")
     save_llama(place, **{"vocab_size": VOCAB, **SHAPES[request.param]})

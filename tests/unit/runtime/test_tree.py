@@ -210,14 +210,10 @@ class RankedStub(StubDraft):
     """Puts the right token at rank ``behaviour(position)`` of its candidates (99: nowhere)."""
 
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        assert self.engine is not None
-        owners = {state.row: state for state in self.engine.scheduler.running}
         logits = torch.zeros(len(hidden_MD), self.vocab_size)
-        for index, (position, row) in enumerate(hidden_MD.long().tolist()):
-            answer = self.answers[owners[row].request.request_id]
-            right = answer[position + 2] if position + 2 < len(answer) else 0
+        for index, (position, right) in enumerate(self.right_tokens(hidden_MD)):
             others = [(right + step) % self.vocab_size for step in range(1, self.vocab_size)]
-            rank = min(self.behaviour(position + 2), len(others))
+            rank = min(self.behaviour(position), len(others))
             order = [*others[:rank], right, *others[rank:]]
             for place, token in enumerate(order):
                 logits[index, token] = -0.01 * place
