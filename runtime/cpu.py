@@ -1,4 +1,4 @@
-"""What is special about a CPU: which dtype is fast, how many threads, and packed linear weights.
+"""What is special about a CPU: which dtype is fast, how many threads, and which linears.
 
 All private torch operators of the runtime are used here and nowhere else, behind :func:`can_pack`,
 which runs them once on a small product and compares. Where they are missing or wrong, plain
@@ -14,6 +14,10 @@ import logging
 import torch
 from torch.nn import functional as F
 
+from runtime.cpu_kernels import CpuKernels
+from runtime.huge_pages import HugePageArena
+from runtime.linear import Linear, LinearMaker, PlainLinear
+from runtime.panel_linear import PanelLinear
 from runtime.processor import count_physical_cores, processor_flags
 
 logger = logging.getLogger(__name__)
@@ -54,39 +58,47 @@ def set_threads(num_threads: int) -> int:
     return wanted
 
 
-class Linear:
-    """``x @ W.T + b`` with ``W`` ``[O, I]``, packed for oneDNN where that was asked for and works.
+class OneDnnLinear(Linear):
+    """Packed for oneDNN; :func:`can_pack` says whether that works here."""
 
-    Packing makes a copy; the plain weight is not kept. Not trainable, inference only.
-    """
+    is_packed = True
 
-    def __init__(
-        self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None, *, pack: bool
-    ) -> None:
-        self.out_features, self.in_features = weight_OI.shape
-        self.dtype = weight_OI.dtype
-        self.is_packed = pack
-        self._weight = _reorder(weight_OI) if pack else weight_OI.contiguous()
-        self._bias = bias_O
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
+        super().__init__(weight_OI, bias_O)
+        self._weight = _reorder(weight_OI)
 
     def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
-        """``[M, I] -> [M, O]``, same dtype and device."""
-        if self.is_packed:
-            return _packed_linear(x_MI, self._weight, self._bias)
-        return F.linear(x_MI, self._weight, self._bias)
+        return _packed_linear(x_MI, self._weight, self._bias)
 
     def dense_weight(self) -> torch.Tensor:
-        """The plain ``[O, I]`` weight, bit for bit; a copy if packed."""
-        return self._weight.to_dense() if self.is_packed else self._weight
+        return self._weight.to_dense()
 
-    def num_bytes(self) -> int:
-        return self.out_features * self.in_features * self.dtype.itemsize
+
+def choose_linear(
+    dtype: torch.dtype, device: torch.device, kernels: CpuKernels | None = None
+) -> LinearMaker:
+    """The fastest form of a linear here: our kernels' panels, else oneDNN's packing, else plain.
+
+    Costs one tiny product; callers ask once per model.
+    """
+    otherwise = OneDnnLinear if can_pack(dtype, device) else PlainLinear
+    if kernels is None or device.type != "cpu" or not kernels.has_products(dtype):
+        return otherwise
+
+    arena = HugePageArena()
+
+    def make(weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> Linear:
+        if PanelLinear.can_hold(weight_OI):
+            return PanelLinear(weight_OI, bias_O, kernels=kernels, arena=arena)
+        return otherwise(weight_OI, bias_O)
+
+    return make
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether packed weights work here: the operators exist, agree with ``F.linear`` and unpack.
 
-    Costs one tiny product; callers ask once per model.
+    Costs one tiny product.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         return False

@@ -1,46 +1,45 @@
-"""Fused CPU kernels: compiled once per machine with the local g++, called through ctypes.
-
-They are an option: where there is no compiler, or the result fails its check against torch, the
-runtime uses torch operators and says so in the log. The library is cached by a hash of source,
-compiler and processor, and appears by atomic rename.
+"""Fused CPU kernels, called through ctypes: a decoder's small operations, paged attention, packed
+linears and whole decoder blocks. :mod:`runtime.kernel_library` compiles and checks them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
-from torch.nn import functional as F
 
-from runtime.ops import BlockOps, NormWeight, RotaryAngles, TorchOps
-
-logger = logging.getLogger(__name__)
+from runtime.ops import BlockOps, NormWeight, RotaryAngles
 
 MAX_GROUP = 96  # query heads per key/value head that the attention kernel's tile holds
 
-_SOURCE = Path(__file__).parent / "csrc" / "cpu_kernels.cpp"
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-w")
 _SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
-_TOLERANCES = MappingProxyType({torch.float32: 1e-5, torch.bfloat16: 3e-2})
-_COMPILE_TIMEOUT_S = 120
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = MappingProxyType(
     {
         "add_rms_norm": (_P, _P, _P, _P, _L, _L, _F),
         "rotate": (_P, _P, _P, _L, _L, _L, _L, _L),
         "silu_mul": (_P, _P, _L, _L),
+        "argmax": (_P, _P, _L, _L),
         "attend": (_P, _P, _P, _L, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F, _P),
+        "linear": (_P, _P, _P, _P, _L, _L, _L),
+        "blocks": (
+            *(_P, _L, _P, _L, _L, _L, _P, _P, _L, _P),
+            *(_P, _P, _L, _P, _L, _L, _L, _L, _F, _P),
+        ),
     }
 )
+
+
+class BlockPointers(ctypes.Structure):
+    """``Block`` of csrc/block.h: where one decoder block's weights lie."""
+
+    _fields_ = (
+        *((name, _P) for name in ("input_norm", "post_norm", "qkv", "out", "gate_up", "down")),
+        *((f"{name}_bias", _P) for name in ("qkv", "out", "gate_up", "down")),
+        ("eps", _F),
+    )
 
 
 class CpuKernels(BlockOps):
@@ -54,6 +53,14 @@ class CpuKernels(BlockOps):
                 function.argtypes = arguments
                 function.restype = None
                 self._functions[name, dtype] = function
+        self._products = {
+            dtype: bool(getattr(library, f"has_products_{suffix}")())
+            for dtype, suffix in _SUFFIXES.items()
+        }
+
+    def has_products(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`linear` and :meth:`run_blocks` are at home on this processor."""
+        return self._products.get(dtype, False)
 
     def add_rms_norm(
         self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight
@@ -100,6 +107,15 @@ class CpuKernels(BlockOps):
             gate_up_N2I.data_ptr(), out_NI.data_ptr(), rows, columns // 2
         )
         return out_NI
+
+    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        """As :meth:`BlockOps.argmax`; a NaN is never the best."""
+        logits_MV = logits_MV.contiguous()
+        ids_M = torch.empty(logits_MV.shape[0], dtype=torch.int64)
+        self._functions["argmax", logits_MV.dtype](
+            logits_MV.data_ptr(), ids_M.data_ptr(), *logits_MV.shape
+        )
+        return ids_M
 
     def attend(
         self,
@@ -148,119 +164,80 @@ class CpuKernels(BlockOps):
         )
         return out_NHC
 
+    def linear(
+        self,
+        x_MI: torch.Tensor,
+        panels_PW16: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        *,
+        outputs: int,
+    ) -> torch.Tensor:
+        """``[M, I] -> [M, O]``; :class:`runtime.panel_linear.PanelLinear` packs the weights.
 
-def load_kernels(cache_dir: Path) -> CpuKernels | None:
-    """Compile (once per machine, seconds) and load; ``None``, with a warning, if that fails."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        logger.warning("no g++ found: using torch operators instead of the fused CPU kernels")
-        return None
-    try:
-        library = _compile(compiler, cache_dir / "kernels")
-        kernels = CpuKernels(ctypes.CDLL(str(library)))
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("fused CPU kernels did not compile, using torch operators: %s", detail)
-        return None
-    if not _agrees_with_torch(kernels):
-        logger.warning("fused CPU kernels disagree with torch: using torch operators")
-        return None
-    return kernels
-
-
-def _compile(compiler: str, directory: Path) -> Path:
-    version = subprocess.run(
-        [compiler, "--version"], capture_output=True, text=True, check=True, timeout=30
-    ).stdout
-    digest = hashlib.sha256()
-    for part in (_SOURCE.read_text(), version, " ".join(_FLAGS), _processor()):
-        digest.update(part.encode())
-    library = directory / f"cpu_kernels-{digest.hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
-    directory.mkdir(parents=True, exist_ok=True)
-    staged = directory / f".{library.name}.{os.getpid()}"
-    logger.info("compiling the fused CPU kernels into %s (once)", library)
-    try:
-        subprocess.run(
-            [compiler, *_FLAGS, str(_SOURCE), "-o", str(staged)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_COMPILE_TIMEOUT_S,
+        ``bias_O`` is float32 and added before the one rounding.
+        """
+        rows, inputs = x_MI.shape
+        assert x_MI.is_contiguous(), "x must be contiguous"
+        assert inputs * x_MI.element_size() == 4 * panels_PW16.shape[1], "x and weights differ"
+        out_MO = x_MI.new_empty(rows, outputs)
+        self._functions["linear", x_MI.dtype](
+            x_MI.data_ptr(),
+            panels_PW16.data_ptr(),
+            None if bias_O is None else bias_O.data_ptr(),
+            out_MO.data_ptr(),
+            rows,
+            inputs,
+            outputs,
         )
-        os.replace(staged, library)
-    finally:
-        staged.unlink(missing_ok=True)
-    return library
+        return out_MO
 
+    def run_blocks(
+        self,
+        blocks: Sequence[BlockPointers],
+        x_ND: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        inner: int,
+        num_heads: int,
+        pool_k: Sequence[torch.Tensor],
+        pool_v: Sequence[torch.Tensor],
+        write_slots_N: torch.Tensor,
+        requests_B6: torch.Tensor,
+    ) -> None:
+        """Decoder blocks over the first layers of a pool, adding to the residual stream ``x``.
 
-def _processor() -> str:
-    """Name and feature flags: a library built with ``-march=native`` belongs to one processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    wanted = ("model name", "flags", "Features")
-    return "\n".join(sorted({x for x in lines if x.startswith(wanted)})) or platform.processor()
-
-
-def _agrees_with_torch(kernels: CpuKernels) -> bool:
-    """Every kernel once per dtype on a few numbers, against torch (about a millisecond)."""
-    for dtype, tolerance in _TOLERANCES.items():
-        for got, wanted in _try_kernels(kernels, dtype):
-            if not torch.allclose(got.float(), wanted.float(), rtol=tolerance, atol=tolerance):
-                return False
-    return True
-
-
-def _try_kernels(
-    kernels: CpuKernels, dtype: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs (kernel's result, torch's). Widths are no multiples of a vector register."""
-    reference = TorchOps()
-    x = torch.linspace(-3, 3, 2 * 40).view(2, 40).to(dtype)
-    norm = NormWeight(torch.linspace(0.5, 1.5, 40), 1e-5)
-    yield kernels.silu_mul(x), reference.silu_mul(x)
-    yield kernels.add_rms_norm(x.clone(), x, norm), reference.add_rms_norm(x.clone(), x, norm)
-
-    # Two new rows of one request with five keys: 4 query heads over 2 key/value heads; causal, and
-    # as the last two of three tree rows.
-    width, num_rows, num_keys = 20, 2, 5
-    generator = torch.Generator().manual_seed(0)
-    rotated = torch.randn(num_rows, 8, width, generator=generator).to(dtype)
-    angle = torch.linspace(0, 3, num_rows * width // 2).view(num_rows, -1)
-    angles = RotaryAngles(
-        torch.cat((angle, angle), -1).cos().to(dtype),
-        torch.cat((-angle, angle), -1).sin().to(dtype),
-    )
-    wanted = rotated.clone()
-    kernels.rotate(rotated, 6, angles)
-    reference.rotate(wanted, 6, angles)
-    yield rotated, wanted
-
-    q, k, v = wanted.split((4, 2, 2), dim=1)
-    pool_k, pool_v = torch.randn(2, 8, 2, width, generator=generator).to(dtype).unbind()
-    slots = torch.tensor([6, 1, 2, 7, 3])
-    expected_k = pool_k.index_copy(0, slots[-num_rows:], k)
-    expected_v = pool_v.index_copy(0, slots[-num_rows:], v)
-    causal = torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
-    in_block = torch.tensor([[False, True, False], [True, False, True]])
-    in_tree = torch.cat([torch.ones(num_rows, num_keys - 3, dtype=torch.bool), in_block], 1)
-    for is_visible, block in ((causal, (0, 0)), (in_tree, (3, in_block.data_ptr()))):
-        out = kernels.attend(
-            q,
-            k,
-            v,
-            write_slots_N=slots[-num_rows:],
-            pool_k=pool_k,
-            pool_v=pool_v,
-            requests_B6=torch.tensor([[0, num_rows, num_keys, slots.data_ptr(), *block]]),
+        Arithmetic and rounding are those of the single operations. ``inner``: MLP width;
+        ``pool_k[layer]`` is ``[slots, G, C]``, equally far apart in memory from layer to layer.
+        """
+        rows, model_width = x_ND.shape
+        _, num_kv_heads, width = pool_k[0].shape
+        assert x_ND.is_contiguous(), "the residual stream must be contiguous"
+        assert num_heads // num_kv_heads <= MAX_GROUP, "too many query heads per key head"
+        qkv_and_attended = 2 * (num_heads + num_kv_heads) * width
+        scratch = x_ND.new_empty(rows * (model_width + qkv_and_attended + inner))
+        addresses = (_P * len(blocks))(*(ctypes.addressof(block) for block in blocks))
+        sin_offset = width // 2 * angles.sin_NC.element_size()  # the positive half
+        first_k = pool_k[0].data_ptr()
+        stride = pool_k[1].data_ptr() - first_k if len(blocks) > 1 else 0
+        self._functions["blocks", x_ND.dtype](
+            addresses,
+            len(blocks),
+            x_ND.data_ptr(),
+            rows,
+            model_width,
+            inner,
+            angles.cos_NC.data_ptr(),
+            angles.sin_NC.data_ptr() + sin_offset,
+            width,
+            write_slots_N.data_ptr(),
+            first_k,
+            pool_v[0].data_ptr(),
+            stride // x_ND.element_size(),
+            requests_B6.data_ptr(),
+            requests_B6.shape[0],
+            num_heads,
+            num_kv_heads,
+            width,
+            width**-0.5,
+            scratch.data_ptr(),
         )
-        attended = F.scaled_dot_product_attention(
-            q.transpose(0, 1).float(),
-            expected_k[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
-            expected_v[slots].repeat_interleave(2, dim=1).transpose(0, 1).float(),
-            attn_mask=is_visible,
-        )
-        yield out, attended.transpose(0, 1)
-    yield pool_k, expected_k
-    yield pool_v, expected_v

@@ -28,7 +28,7 @@ from runtime.batch import BatchMode, ForwardBatch, upload
 from runtime.draft_vocab import to_target_ids
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import DraftModel, Model
-from runtime.sampling import argmax
+from runtime.sampling import best_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ class DraftLoopGraphs:
         inputs.slots_KS[:, count:].fill_(self._layouts.dummy_slot)
 
     def _choose(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        return to_target_ids(argmax(logits_SV), self._head.draft_vocab_ids)
+        return to_target_ids(best_tokens(logits_SV), self._head.draft_vocab_ids)
 
 
 def graph_attention(model: Model) -> GraphAttention:

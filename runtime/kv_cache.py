@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from runtime.huge_pages import advise_huge_pages
+
 
 class OutOfPagesError(Exception):
     """No free pages: the scheduler preempts somebody."""
@@ -182,6 +184,7 @@ class KVPool:
     ) -> None:
         shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
         self._all = torch.zeros(shape, dtype=dtype, device=device)
+        advise_huge_pages(self._all)
         self.k, self.v = (list(part.unbind()) for part in self._all)
 
     def move(self, from_slots_M: torch.Tensor, to_slots_M: torch.Tensor) -> None:

@@ -9,16 +9,17 @@ Shape legend: N rows, D model width, H query heads, G key/value heads, C head wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runtime.attention.base import AttentionBackend
-from runtime.cpu import Linear
+from runtime.fused_block import fuse_block
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
+from runtime.linear import Linear, LinearMaker
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import RowParallelLinear
@@ -97,7 +98,7 @@ class DecoderBlock:
         shapes: Mapping[str, tuple[int, ...]],
         *,
         ops: BlockOps,
-        pack: bool,
+        make_linear: LinearMaker,
         group: ProcessGroup,
         plus_one_norms: bool = False,
     ) -> None:
@@ -114,10 +115,20 @@ class DecoderBlock:
                 take("post_attention_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
             )
         attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-        self.qkv = _merge(take, shapes, attention, pack)
-        self.out = RowParallelLinear(_merge(take, shapes, ["self_attn.o_proj"], pack), group)
-        self.gate_up = _merge(take, shapes, ["mlp.gate_proj", "mlp.up_proj"], pack)
-        self.down = RowParallelLinear(_merge(take, shapes, ["mlp.down_proj"], pack), group)
+        self.qkv = _merge(take, shapes, attention, make_linear)
+        self.out = RowParallelLinear(_merge(take, shapes, ["self_attn.o_proj"], make_linear), group)
+        self.gate_up = _merge(take, shapes, ["mlp.gate_proj", "mlp.up_proj"], make_linear)
+        self.down = RowParallelLinear(_merge(take, shapes, ["mlp.down_proj"], make_linear), group)
+        self.fused = None
+        if group.world_size == 1:
+            self.fused = fuse_block(
+                self.input_norm,
+                self.post_attention_norm,
+                qkv=self.qkv,
+                out=self.out.linear,
+                gate_up=self.gate_up,
+                down=self.down.linear,
+            )
 
     def __call__(
         self,
@@ -155,15 +166,38 @@ class DecoderBlock:
         return x_ND if delta_ND is None else x_ND.add_(delta_ND)
 
 
+def run_blocks(
+    blocks: Sequence[DecoderBlock],
+    x_ND: torch.Tensor,
+    angles: RotaryAngles,
+    *,
+    backend: AttentionBackend,
+    plan: Any,
+    pool: KVPool,
+) -> torch.Tensor | None:
+    """Update the residual stream ``x`` in place over layers ``0 .. len(blocks) - 1`` of ``pool``;
+    return what is still to be added to it, if anything.
+    """
+    if backend.run_blocks(blocks, x_ND, angles, plan, pool):
+        return None
+    delta_ND: torch.Tensor | None = None
+    for layer, block in enumerate(blocks):
+        delta_ND = block(x_ND, delta_ND, angles, backend=backend, plan=plan, pool=pool, layer=layer)
+    return delta_ND
+
+
 def _merge(
-    take: TensorSource, shapes: Mapping[str, tuple[int, ...]], names: list[str], pack: bool
+    take: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: list[str],
+    make_linear: LinearMaker,
 ) -> Linear:
     """One linear whose outputs are those of ``names``, one after the other."""
     bias = None
     if names[0] + ".bias" in shapes:
         bias = _concat_rows(take, shapes, [name + ".bias" for name in names])
     weight = _concat_rows(take, shapes, [name + ".weight" for name in names])
-    return Linear(weight, bias, pack=pack)
+    return make_linear(weight, bias)
 
 
 def _concat_rows(

@@ -1,5 +1,4 @@
-"""The small operations between a decoder block's products: one interface, torch or fused CPU
-kernels.
+"""The small operations between a model's products: one interface, torch or fused CPU kernels.
 
 Arithmetic is float32 between loads and stores in either. Shape legend: N rows, D model width, X
 heads of any kind, C head width, I MLP width.
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+
+from runtime.sampling import best_tokens
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class BlockOps(ABC):
     @abstractmethod
     def silu_mul(self, gate_up_N2I: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up``, ``[N, I]``; gate is the first half of the columns."""
+
+    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        """Best column of each row, int64 ``[M]``; the lowest on a tie."""
+        return best_tokens(logits_MV)
 
 
 class TorchOps(BlockOps):

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch.nn import functional as F
 
-from runtime.cpu import Linear
+from runtime.linear import Linear
 from runtime.parallel import ProcessGroup
 from runtime.sharding import Shard, even_shard
 

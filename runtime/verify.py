@@ -61,13 +61,14 @@ def _verify_keyed(
 ) -> Verified:
     """The target's own keyed draw at every row; a draft is accepted iff it equals the draw."""
     num_requests, num_rows, vocab = target_logits_BKV.shape
-    positions = first_positions_B[:, None] + _arange(num_rows, draft_ids_BK)
-    tokens_BK1 = sample(
-        target_logits_BKV.reshape(-1, vocab),
-        sampling if sampling.all_greedy else sampling.repeat(num_rows),
-        positions.reshape(-1),
-        Stream.TARGET,
-    ).view(num_requests, num_rows)
+    logits_MV = target_logits_BKV.reshape(-1, vocab)
+    if sampling.all_greedy:  # nothing depends on positions
+        tokens_M = sampling.argmax(logits_MV)
+    else:
+        positions_BK1 = first_positions_B[:, None] + _arange(num_rows, draft_ids_BK)
+        rows = sampling.repeat(num_rows)
+        tokens_M = sample(logits_MV, rows, positions_BK1.reshape(-1), Stream.TARGET)
+    tokens_BK1 = tokens_M.view(num_requests, num_rows)
     matches_BK = draft_ids_BK == tokens_BK1[:, :-1]
     num_accepted_B = matches_BK.long().cumprod(-1).sum(-1)
     return _emit(tokens_BK1, num_accepted_B)

@@ -9,6 +9,7 @@ Shape legend: N rows, H query heads, G key/value heads, C head width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.ops import RotaryAngles
 
 _NOT_PLANNED = frozenset({"input_ids_N", "hidden_ND", "positions_N", "plans"})
 
@@ -53,3 +55,16 @@ class AttentionBackend(ABC):
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
         """Write ``k, v`` at the batch's slots, attend; returns ``[N, H, C]`` in q's dtype."""
+
+    def run_blocks(
+        self,
+        blocks: Sequence[Any],
+        x_ND: torch.Tensor,
+        angles: RotaryAngles,
+        plan: Any,
+        pool: KVPool,
+    ) -> bool:
+        """Run whole decoder blocks (:class:`runtime.layers.DecoderBlock`) in one go, updating ``x``
+        in place; ``False``: this backend has no kernel for them, and nothing has happened.
+        """
+        return False

@@ -7,7 +7,9 @@ has none, and the softmax, which runs over keys block by block, merges the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +17,10 @@ from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu_kernels import CpuKernels
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.ops import RotaryAngles
+
+if TYPE_CHECKING:
+    from runtime.layers import DecoderBlock
 
 
 @dataclass(frozen=True)
@@ -77,3 +83,28 @@ class CpuBackend(AttentionBackend):
             pool_v=pool.v[layer],
             requests_B6=plan.requests_B6,
         )
+
+    def run_blocks(
+        self,
+        blocks: Sequence[DecoderBlock],
+        x_ND: torch.Tensor,
+        angles: RotaryAngles,
+        plan: CpuPlan,
+        pool: KVPool,
+    ) -> bool:
+        """One call for all layers, where the blocks' linears are panels and lie on one process."""
+        fused = [block.fused for block in blocks if block.fused is not None]
+        if len(fused) != len(blocks):
+            return False
+        self._kernels.run_blocks(
+            [block.pointers for block in fused],
+            x_ND,
+            angles,
+            inner=fused[0].inner,
+            num_heads=blocks[0].shape.num_heads,
+            pool_k=pool.k,
+            pool_v=pool.v,
+            write_slots_N=plan.write_slots_N,
+            requests_B6=plan.requests_B6,
+        )
+        return True

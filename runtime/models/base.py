@@ -13,6 +13,7 @@ from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.parallel import ProcessGroup
+from runtime.sampling import best_tokens
 
 
 class Model(ABC):
@@ -40,6 +41,10 @@ class Model(ABC):
     @abstractmethod
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Logits ``[M, V]`` (the model's dtype) of rows that ``forward`` returned."""
+
+    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        """Best tokens of rows of logits, int64 ``[M]``; the lowest id on a tie."""
+        return best_tokens(logits_MV)
 
 
 class DraftModel(Model):

@@ -13,9 +13,17 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
-from runtime.cpu import Linear, can_pack
+from runtime.cpu import choose_linear
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, TensorSource, norm_weight
+from runtime.layers import (
+    BlockShape,
+    DecoderBlock,
+    RotaryEmbedding,
+    TensorSource,
+    norm_weight,
+    run_blocks,
+)
+from runtime.linear import LinearMaker
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
 from runtime.ops import BlockOps
@@ -29,7 +37,8 @@ class LlamaModel(Model):
     several ranks this rank's part of it (:func:`runtime.sharding.target_shards`).
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
-    more than the weights themselves. ``pack=None`` asks :func:`runtime.cpu.can_pack`.
+    more than the weights themselves. ``make_linear`` defaults to what
+    :func:`runtime.cpu.choose_linear` chooses without kernels.
     """
 
     backend: AttentionBackend
@@ -44,7 +53,7 @@ class LlamaModel(Model):
         dtype: torch.dtype,
         device: torch.device,
         group: ProcessGroup,
-        pack: bool | None = None,
+        make_linear: LinearMaker | None = None,
     ) -> None:
         self.config = config
         self.group = group
@@ -54,7 +63,7 @@ class LlamaModel(Model):
         self.device = device
         self.vocab_size = config.vocab_size
         self.width = config.hidden_size
-        self.is_packed = can_pack(dtype, device) if pack is None else pack
+        self.make_linear = make_linear or choose_linear(dtype, device)
         self._share = share_block(
             config.block_shapes(),
             num_heads=config.num_heads,
@@ -72,9 +81,9 @@ class LlamaModel(Model):
         self.vocabulary = vocabulary_of(config.vocab_size, group)
         self.embedding_VD = take("model.embed_tokens.weight")  # this rank's rows
         if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding_VD, pack=self.is_packed)
+            self.lm_head = self.make_linear(self.embedding_VD, None)
         else:
-            self.lm_head = Linear(take("lm_head.weight"), pack=self.is_packed)
+            self.lm_head = self.make_linear(take("lm_head.weight"), None)
         self.blocks = [self._take_block(take, index) for index in range(config.num_layers)]
         self.final_norm = norm_weight(take("model.norm.weight"), eps=config.norm_eps)
 
@@ -104,17 +113,16 @@ class LlamaModel(Model):
         plan = self.backend.plan_once(batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype)
         x_ND = self.embed(batch.input_ids_N)
-        delta_ND: torch.Tensor | None = None
-        for layer, block in enumerate(self.blocks):
-            delta_ND = block(
-                x_ND, delta_ND, angles, backend=self.backend, plan=plan, pool=pool, layer=layer
-            )
+        delta_ND = run_blocks(self.blocks, x_ND, angles, backend=self.backend, plan=plan, pool=pool)
         return self.ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, V]`` in the model's dtype. Callers select rows first: V is large."""
         return self.vocabulary.gather(self.lm_head(hidden_MD))
+
+    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        return self.ops.argmax(logits_MV)
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."
@@ -127,6 +135,6 @@ class LlamaModel(Model):
             take_local,
             self._share.shapes,
             ops=self.ops,
-            pack=self.is_packed,
+            make_linear=self.make_linear,
             group=self.group,
         )

@@ -21,8 +21,10 @@ from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
 from runtime.config import AttentionChoice, AttentionKernel
-from runtime.cpu_kernels import MAX_GROUP, load_kernels
+from runtime.cpu import choose_linear
+from runtime.cpu_kernels import MAX_GROUP
 from runtime.files import sha256_file, write_atomic
+from runtime.kernel_library import load_kernels
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
@@ -105,6 +107,7 @@ def load_target(
         dtype=dtype,
         device=device,
         group=group,
+        make_linear=choose_linear(dtype, device, kernels),
     )
     return Target(
         model=model,

@@ -167,7 +167,9 @@ class PlainSchedule:
         """Sampling tensors of these requests, rebuilt only when the batch changes."""
         key = tuple(work.state.request.sampling for work in works)
         if self._sampling is None or key != self._sampling_key:
-            self._sampling = SamplingTensors.build(key, self.device)
+            self._sampling = SamplingTensors.build(
+                key, self.device, argmax=self.target.model.argmax
+            )
             self._sampling_key = key
         return self._sampling
 

@@ -14,7 +14,6 @@ from runtime.config import DraftMode
 from runtime.sampling import (
     SamplingTensors,
     Stream,
-    argmax,
     inverse_cdf,
     philox_uniform,
     token_probs,
@@ -31,7 +30,7 @@ def draw_draft(
     it comes from. ``positions``: of the drafted tokens.
     """
     if mode == "argmax":
-        return argmax(logits_BW), None
+        return sampling.argmax(logits_BW), None
     probs_BW = token_probs(logits_BW, sampling)
     positions_B = upload_ids(positions, logits_BW.device)
     uniform_B = philox_uniform(sampling.seed_M, positions_B, Stream.DRAFT)

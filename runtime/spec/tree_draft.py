@@ -114,7 +114,7 @@ class FixedGrower(Grower):
         states_BSD, logits_BSW = hidden_BD[:, None], logits_BW[:, None]
         chosen = []
         for depth, level in enumerate(self._levels, start=1):
-            ids_BSP = top_candidates(logits_BSW, level.width)[0]
+            ids_BSP = logits_BSW.topk(level.width, dim=-1).indices
             ids_BP = ids_BSP.flatten(1).index_select(1, level.picks_P)
             chosen.append(ids_BP)
             if depth == len(self._levels):

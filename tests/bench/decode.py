@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,16 +19,14 @@ NEW_TOKENS = 96
 
 def run(target: Target, *, batch: int) -> BenchResult:
     """Tokens per second of `batch` MT-Bench prompts decoded together, sorted by length."""
-    tokenizer = AutoTokenizer.from_pretrained(target.path)
-    prompts = [p.prompt_ids for p in evaluation_prompts("mtbench", tokenizer, limit=80)]
-    prompts = sorted((ids for ids in prompts if len(ids) <= 128), key=len)[8 : 8 + batch]
+    prompts = bench_prompts(target, batch=batch)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [Request(str(i), tuple(ids), sampling) for i, ids in enumerate(prompts)]
     engine = Engine(target.model, config=EngineConfig(max_running=batch, num_pages=512))
 
     peer = AutoModelForCausalLM.from_pretrained(target.path, dtype=torch.bfloat16).eval()
     longest = max(map(len, prompts))
-    pad = tokenizer.eos_token_id
+    pad = target.eos_token_ids[0]
     ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
 
@@ -41,20 +41,16 @@ def run(target: Target, *, batch: int) -> BenchResult:
                 pad_token_id=pad,
             )
 
-    config = target.config
-    kv_tokens = sum(map(len, prompts)) / batch + NEW_TOKENS / 2
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * kv_tokens
-    bytes_per_step = weight_bytes(target) + batch * kv_bytes
+    limit = step_limit(target, prompts)
     timing = interleave(
         lambda: engine.generate(requests) and None,
         peer_round,
-        lambda: batch * streaming_bytes_per_second(target.model.dtype) / bytes_per_step,
+        lambda: batch * limit(),
         units=batch * NEW_TOKENS,
         rounds=5,
     )
     tokens = batch * NEW_TOKENS
     name = f"decode_b{batch}"
-    rate = timing.limit * bytes_per_step / batch
     return BenchResult(
         name=name,
         ours=tokens / timing.ours_s,
@@ -64,8 +60,31 @@ def run(target: Target, *, batch: int) -> BenchResult:
         share_of_limit=timing.share,
         unit="tokens/s",
         command=f"make bench BENCH={name}",
-        note=f"streaming {rate / 1e9:.1f} GB/s, {bytes_per_step / 1e6:.0f} MB per step",
+        note=f"{bytes_per_step(target, prompts) / 1e6:.0f} MB per step",
     )
+
+
+def bench_prompts(target: Target, *, batch: int) -> list[list[int]]:
+    """``batch`` neighbouring prompts of MT-Bench by length, at most 128 tokens each."""
+    tokenizer = AutoTokenizer.from_pretrained(target.path)
+    prompts = [p.prompt_ids for p in evaluation_prompts("mtbench", tokenizer, limit=80)]
+    short = sorted((ids for ids in prompts if len(ids) <= 128), key=len)
+    return [list(ids) for ids in short[8 : 8 + batch]]
+
+
+def step_limit(target: Target, prompts: list[list[int]]) -> Callable[[], float]:
+    """Measures how many steps per second the memory would allow, if nothing else took time."""
+    size = bytes_per_step(target, prompts)
+    model = target.model
+    return lambda: streaming_bytes_per_second(model.dtype, model.make_linear) / size
+
+
+def bytes_per_step(target: Target, prompts: list[list[int]]) -> float:
+    """Weights and, in the middle of decoding, K/V of all prompts."""
+    config = target.config
+    kv_tokens = sum(map(len, prompts)) + len(prompts) * NEW_TOKENS / 2
+    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * kv_tokens
+    return weight_bytes(target) + kv_bytes
 
 
 def weight_bytes(target: Target) -> float:

@@ -20,7 +20,7 @@ from tests.bench.harness import BenchResult, interleave, matrix_seconds_per_row
 from tests.bench.train import sharegpt_rows
 
 BATCH_TOKENS = 2048
-NUM_ROWS = 96
+NUM_ROWS = 192
 
 
 def run(target: Target) -> BenchResult:
@@ -75,7 +75,9 @@ def _limit(target: Target, sequences: list[list[int]]) -> float:
     q_dim = config.num_heads * config.head_dim
     kv_dim = config.num_kv_heads * config.head_dim
     shapes = [(q_dim + 2 * kv_dim, width), (width, q_dim), (2 * inner, width), (width, inner)]
-    per_row, rate = matrix_seconds_per_row(shapes, target.model.dtype, rows=1024)
+    per_row, rate = matrix_seconds_per_row(
+        shapes, target.model.dtype, target.model.make_linear, rows=1024
+    )
     num_tokens = sum(map(len, sequences))
     pairs = sum(n * (n + 1) / 2 for n in map(len, sequences))
     attention_s = 4 * q_dim * pairs / num_tokens / rate

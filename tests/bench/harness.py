@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from runtime.cpu import Linear, can_pack
+from runtime.linear import LinearMaker
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,10 @@ def best_seconds(function: Callable[[], object], *, rounds: int) -> float:
     return best
 
 
-def streaming_bytes_per_second(dtype: torch.dtype) -> float:
+def streaming_bytes_per_second(dtype: torch.dtype, make_linear: LinearMaker) -> float:
     """Best rate of a packed one-row product over matrices that do not fit into the caches."""
     rows, width, copies = 49152, 576, 4
-    matrices = [
-        Linear(torch.randn(rows, width).to(dtype), pack=can_pack(dtype, torch.device("cpu")))
-        for _ in range(copies)
-    ]
+    matrices = [make_linear(torch.randn(rows, width).to(dtype), None) for _ in range(copies)]
     x = torch.randn(1, width).to(dtype)
 
     def sweep() -> None:
@@ -112,14 +109,13 @@ def streaming_bytes_per_second(dtype: torch.dtype) -> float:
 
 
 def matrix_seconds_per_row(
-    shapes: list[tuple[int, int]], dtype: torch.dtype, *, rows: int
+    shapes: list[tuple[int, int]], dtype: torch.dtype, make_linear: LinearMaker, *, rows: int
 ) -> tuple[float, float]:
     """Best seconds per row of packed products over `shapes` (out, in), and the flop/s that is."""
     seconds = flops = 0.0
     with torch.inference_mode():
         for out_width, in_width in shapes:
-            weight = torch.randn(out_width, in_width).to(dtype)
-            linear = Linear(weight, pack=can_pack(dtype, torch.device("cpu")))
+            linear = make_linear(torch.randn(out_width, in_width).to(dtype), None)
             x = torch.randn(rows, in_width).to(dtype)
             seconds += best_seconds(lambda linear=linear, x=x: linear(x), rounds=8)
             flops += 2.0 * rows * out_width * in_width

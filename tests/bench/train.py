@@ -192,14 +192,14 @@ def _limit(target: Target, samples: MemorySamples, *, hot: bool) -> tuple[float,
     columns = HOT + LossConfig().tail_sample_size if hot else vocab
     all_rows = [(width, 2 * width), (2 * kv_dim, width)]
     loss_rows = [(q_dim, width), (width, q_dim), (2 * inner, width), (width, inner)]
-    dtype = target.model.dtype
-    per_row, _ = matrix_seconds_per_row(all_rows, dtype, rows=2048)
-    per_loss_row, _ = matrix_seconds_per_row(loss_rows, dtype, rows=1536)
-    logits, rate = matrix_seconds_per_row([(columns, width)], dtype, rows=512)
+    dtype, make_linear = target.model.dtype, target.model.make_linear
+    per_row, _ = matrix_seconds_per_row(all_rows, dtype, make_linear, rows=2048)
+    per_loss_row, _ = matrix_seconds_per_row(loss_rows, dtype, make_linear, rows=1536)
+    logits, rate = matrix_seconds_per_row([(columns, width)], dtype, make_linear, rows=512)
     share = sum(int(s.loss_mask[2:].sum()) for s in samples.samples) / int(samples.lengths.sum())
     seconds = 3 * per_row + share * (3 * per_loss_row + 3 * logits)
     if hot:
-        full, _ = matrix_seconds_per_row([(vocab, width)], dtype, rows=512)
+        full, _ = matrix_seconds_per_row([(vocab, width)], dtype, make_linear, rows=512)
         seconds += share * full / EPOCHS
     note = f"logits at {rate / 1e9:.0f} GFLOP/s, {share:.0%} of the rows carry loss"
     return 1 / seconds, note

@@ -22,8 +22,8 @@ from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
 from runtime import verify
 from runtime.batch import ForwardBatch, build_batch
-from runtime.cpu import Linear
 from runtime.head_spec import DraftVocab, hash_vocab_ids, save_head
+from runtime.linear import PlainLinear
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import LlamaModel
@@ -154,7 +154,7 @@ def test_p0_sees_wrong_states(
 def test_p0_sees_a_head_tied_to_the_embedding_by_mistake(tmp_path: Path) -> None:
     subject = make_subject(tmp_path)
     model = subject.target(torch.float32).model
-    model.lm_head = Linear(model.embedding_VD, pack=False)
+    model.lm_head = PlainLinear(model.embedding_VD)
     assert not climb_p0(subject).passed
 
 
@@ -256,7 +256,7 @@ def wrong_embedding(head: MtpHead) -> None:
 
 
 def tied_head(head: MtpHead) -> None:
-    head.lm_head = Linear(head._target.embedding_VD, pack=False)
+    head.lm_head = PlainLinear(head._target.embedding_VD)
 
 
 def hidden_of_the_row_before(head: MtpHead) -> None:

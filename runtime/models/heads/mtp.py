@@ -18,10 +18,9 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
-from runtime.cpu import Linear
 from runtime.head_spec import HeadSpec, check_head_tensors
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, norm_weight
+from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, norm_weight, run_blocks
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight
@@ -55,7 +54,7 @@ class MtpHead(DraftModel):
         self.width = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
         self._target = target
-        pack = target.is_packed
+        make_linear = target.make_linear
         plus_one = spec.norm_form == "1+w"
 
         def take(name: str) -> torch.Tensor:
@@ -71,7 +70,7 @@ class MtpHead(DraftModel):
         self.final_norm = take_norm("norm.weight", spec.norms.final)
         self._joined_shard = joined = portion_shard(1, 2 * spec.hidden_size, group)
         self.projection = RowParallelLinear(
-            Linear(joined.cut(take("eh_proj.weight")), pack=pack), group
+            make_linear(joined.cut(take("eh_proj.weight")), None), group
         )
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
         share = share_block(
@@ -100,7 +99,7 @@ class MtpHead(DraftModel):
             take_share,
             share.shapes,
             ops=target.ops,
-            pack=pack,
+            make_linear=make_linear,
             group=group,
             plus_one_norms=plus_one,
         )
@@ -110,7 +109,7 @@ class MtpHead(DraftModel):
             self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
             self.vocabulary = vocabulary_of(spec.draft_vocab.size, group)
             rows_WD = target.head_rows(self.draft_vocab_ids)
-            self.lm_head = Linear(self.vocabulary.shard.cut(rows_WD), pack=pack)
+            self.lm_head = make_linear(self.vocabulary.shard.cut(rows_WD), None)
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
@@ -147,18 +146,11 @@ class MtpHead(DraftModel):
         positions_N = batch.positions_N + self.spec.position_offset
         start, stop = self._joined_shard.runs[0]
         x_ND = self.projection(joined[:, start:stop].contiguous())
-        delta_ND = self.block(
-            x_ND,
-            None,
-            self.rotary.angles(positions_N, self.dtype),
-            backend=backend,
-            plan=plan,
-            pool=pool,
-            layer=0,
-        )
+        angles = self.rotary.angles(positions_N, self.dtype)
+        delta_ND = run_blocks([self.block], x_ND, angles, backend=backend, plan=plan, pool=pool)
         if self.spec.recycle == "post_norm" and self.final_norm is not None:
             return ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
-        return x_ND.add_(delta_ND)
+        return x_ND if delta_ND is None else x_ND.add_(delta_ND)
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:

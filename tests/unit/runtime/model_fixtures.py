@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.batch import BatchMode, ForwardBatch
-from runtime.cpu_kernels import CpuKernels, load_kernels
+from runtime.cpu_kernels import CpuKernels
+from runtime.kernel_library import load_kernels
 from runtime.kv_cache import SlotTable
 
 LLAMA3_ROPE = {

@@ -10,13 +10,17 @@ from torch.nn import functional as F
 
 from runtime import cpu
 from runtime.cpu import (
-    Linear,
+    OneDnnLinear,
     best_dtype,
     can_pack,
+    choose_linear,
     has_fast_bf16,
     set_threads,
 )
+from runtime.linear import PlainLinear
+from runtime.panel_linear import PanelLinear
 from runtime.processor import count_physical_cores
+from tests.unit.runtime.model_fixtures import fused_kernels
 
 CPU = torch.device("cpu")
 
@@ -31,18 +35,31 @@ def test_packed_linear_equals_plain(dtype, has_bias, rows):
     weight = torch.randn(97, 50, generator=generator).to(dtype)
     bias = torch.randn(97, generator=generator).to(dtype) if has_bias else None
     x = torch.randn(rows, 50, generator=generator).to(dtype)
-    got = Linear(weight, bias, pack=True)(x)
+    got = OneDnnLinear(weight, bias)(x)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     assert got.dtype is dtype
     assert torch.allclose(got, F.linear(x, weight, bias), rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_the_plain_weight_comes_back_bit_for_bit(pack):
+def test_the_plain_weight_comes_back_bit_for_bit():
     weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        Linear(weight, pack=pack and can_pack(weight.dtype, CPU)).dense_weight(), weight
-    )
+    assert torch.equal(PlainLinear(weight).dense_weight(), weight)
+    if can_pack(weight.dtype, CPU):
+        assert torch.equal(OneDnnLinear(weight).dense_weight(), weight)
+
+
+def test_linears_are_panels_with_kernels_and_packed_or_plain_without(monkeypatch):
+    weight = torch.zeros(32, 20, dtype=torch.bfloat16)
+    kernels = fused_kernels()
+    panels = kernels.has_products(torch.bfloat16)
+    packed = can_pack(torch.bfloat16, CPU)
+    fallback = OneDnnLinear if packed else PlainLinear
+    assert type(choose_linear(weight.dtype, CPU)(weight, None)) is fallback
+    make = choose_linear(weight.dtype, CPU, kernels)
+    assert type(make(weight, None)) is (PanelLinear if panels else fallback)
+    assert type(make(weight[:, :19].contiguous(), None)) is fallback  # 19 bfloat16: no whole words
+    monkeypatch.setattr(cpu, "can_pack", lambda dtype, device: False)
+    assert type(choose_linear(weight.dtype, CPU)(weight, None)) is PlainLinear
 
 
 def test_missing_private_operators_fall_back_with_a_warning(monkeypatch, caplog):

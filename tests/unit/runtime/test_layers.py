@@ -13,9 +13,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from runtime import cpu_kernels
-from runtime.cpu_kernels import load_kernels
+from runtime import kernel_library
 from runtime.head_spec import RopeSpec
+from runtime.kernel_library import load_kernels
 from runtime.layers import RotaryEmbedding, norm_weight
 from runtime.ops import BlockOps, TorchOps
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels, kernel_cache
@@ -102,6 +102,19 @@ def test_silu_mul_over_the_whole_range(ops):
     assert torch.allclose(got[0].double(), wanted, rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 16, 63, 64, 97, 4099])
+def test_argmax_is_the_first_of_the_best(columns, dtype, ops):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, columns, generator=generator).to(dtype)
+    logits[1] = -logits[1].abs() - 1
+    logits[2] = 0.0
+    logits[3] = -torch.inf
+    logits[4, columns // 2 :] = 9.0
+    wanted = [row.index(max(row)) for row in logits.tolist()]
+    assert ops.argmax(logits).tolist() == wanted
+
+
 def test_fused_bf16_rounds_once_and_keeps_nan():
     kernels = fused_kernels()
     generator = torch.Generator().manual_seed(0)
@@ -120,14 +133,14 @@ def test_fused_bf16_rounds_once_and_keeps_nan():
 
 
 def test_without_a_compiler_torch_is_used_and_the_log_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_kernels.shutil, "which", lambda _: None)
+    monkeypatch.setattr(kernel_library.shutil, "which", lambda _: None)
     with caplog.at_level(logging.WARNING):
         assert load_kernels(tmp_path) is None
     assert "no g++ found" in caplog.text
 
 
 def test_a_failing_compiler_is_reported_not_raised(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_kernels, "_FLAGS", ("--no-such-flag",))
+    monkeypatch.setattr(kernel_library, "_FLAGS", ("--no-such-flag",))
     with caplog.at_level(logging.WARNING):
         assert load_kernels(tmp_path) is None
     assert "did not compile" in caplog.text
@@ -135,10 +148,13 @@ def test_a_failing_compiler_is_reported_not_raised(tmp_path, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["add_rms_norm", "rotate", "silu_mul", "attend"])
+@pytest.mark.parametrize(
+    "name", ["add_rms_norm", "rotate", "silu_mul", "argmax", "attend", "linear", "blocks"]
+)
 def test_a_kernel_that_does_nothing_is_found_before_it_is_used(name, dtype, monkeypatch, caplog):
-    fused_kernels()
-    make = cpu_kernels.CpuKernels
+    if name in ("linear", "blocks") and not fused_kernels().has_products(dtype):
+        pytest.skip("no products of this dtype on this processor")
+    make = kernel_library.CpuKernels
 
     def broken(library):
         kernels = make(library)
@@ -148,7 +164,7 @@ def test_a_kernel_that_does_nothing_is_found_before_it_is_used(name, dtype, monk
     def poisoned(self, *shape, **options):
         return torch.full(shape, float("nan"), dtype=self.dtype)
 
-    monkeypatch.setattr(cpu_kernels, "CpuKernels", broken)
+    monkeypatch.setattr(kernel_library, "CpuKernels", broken)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)  # memory may happen to be right
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
     with caplog.at_level(logging.WARNING):

@@ -11,7 +11,7 @@ from runtime.request import SamplingParams
 from runtime.sampling import (
     SamplingTensors,
     Stream,
-    argmax,
+    best_tokens,
     inverse_cdf,
     philox_uniform,
     sample,
@@ -124,7 +124,7 @@ def test_argmax_takes_the_lowest_id_on_a_tie(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(0, 40, (64, 49152), generator=generator).to(dtype)
     want = [row.index(max(row)) for row in logits.tolist()]
-    assert argmax(logits).tolist() == want
+    assert best_tokens(logits).tolist() == want
 
 
 def test_inverse_cdf_never_returns_zero_weight() -> None:

@@ -16,7 +16,7 @@ import torch
 from runtime import sharding
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.config import EngineConfig
-from runtime.cpu import Linear
+from runtime.linear import PlainLinear
 from runtime.engine import Engine
 from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids
 from runtime.kv_cache import SlotTable
@@ -403,7 +403,7 @@ def forget_the_draft(engine: Engine, group: ThreadGroup) -> None:
     """Rank 1 adds nothing to the head's attention."""
     if not group.is_leader:
         out = engine.schedule.head.block.out  # type: ignore[attr-defined]
-        out.linear = Linear(torch.zeros_like(out.dense_weight()), pack=False)
+        out.linear = PlainLinear(torch.zeros_like(out.dense_weight()))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Linears as panels, and decoder blocks run by one kernel, against their single operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from runtime.attention.cpu import CpuBackend
+from runtime.cpu_kernels import CpuKernels
+from runtime.head_spec import RopeSpec
+from runtime.kv_cache import KVPool
+from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, run_blocks
+from runtime.panel_linear import PanelLinear
+from runtime.parallel import SingleProcessGroup
+from tests.unit.runtime.model_fixtures import fused_kernels, make_batch, make_table
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=DTYPES, ids=["fp32", "bf16"])
+def dtype(request) -> torch.dtype:
+    if not fused_kernels().has_products(request.param):
+        pytest.skip("no products of this dtype on this processor")
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 200])
+@pytest.mark.parametrize("outputs", [1, 16, 33, 97, 128])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_panels_give_the_product(dtype, rows, outputs, has_bias):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, 50, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(rows, 50, generator=generator).to(dtype)
+    got = PanelLinear(weight, bias, kernels=fused_kernels())(x)
+    wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-8
+    assert got.dtype is dtype
+    assert torch.allclose(got.double(), wanted, rtol=tolerance, atol=1e-4)
+
+
+def test_the_weight_comes_back_bit_for_bit(dtype):
+    weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(PanelLinear(weight, kernels=fused_kernels()).dense_weight(), weight)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
+    generator = torch.Generator().manual_seed(0)
+    linear = PanelLinear(
+        torch.randn(131, 576, generator=generator).to(dtype), kernels=fused_kernels()
+    )
+    x = torch.randn(400, 576, generator=generator).to(dtype)
+    together = linear(x)
+    for first, last in ((0, 1), (3, 5), (7, 11), (100, 313), (395, 400)):
+        assert torch.equal(linear(x[first:last]), together[first:last])
+
+
+def test_rows_that_are_not_contiguous_are_read_right(dtype):
+    linear = PanelLinear(torch.eye(32, dtype=dtype), kernels=fused_kernels())
+    x = torch.arange(96, dtype=dtype).view(3, 32)
+    assert torch.equal(linear(x[::2]), x[::2])
+
+
+class OneByOne(CpuBackend):
+    """The same kernels, called one after the other."""
+
+    def run_blocks(self, *_: object) -> bool:
+        return False
+
+
+def make_block(
+    kernels: CpuKernels, dtype: torch.dtype, *, bias: bool, norms: bool, width: int = 64
+) -> DecoderBlock:
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, head_dim, inner = 4, 2, 24, 80
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (heads * head_dim, width),
+        "self_attn.k_proj.weight": (kv_heads * head_dim, width),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, width),
+        "self_attn.o_proj.weight": (width, heads * head_dim),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if bias:
+        shapes |= {n.replace(".weight", ".bias"): (s[0],) for n, s in list(shapes.items())}
+    if norms:
+        shapes |= {f"{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
+
+    def take(name: str) -> torch.Tensor:
+        values = torch.randn(shapes[name], generator=generator)
+        return (values * 0.3 + ("norm" in name)).to(dtype)
+
+    return DecoderBlock(
+        BlockShape(heads, kv_heads, head_dim, 1e-5),
+        take,
+        shapes,
+        ops=kernels,
+        make_linear=lambda weight, bias: PanelLinear(weight, bias, kernels=kernels),
+        group=SingleProcessGroup(CPU),
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 1), (1, 3)], [(0, 230)]])
+def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, rows):
+    kernels = fused_kernels()
+    blocks = [make_block(kernels, dtype, bias=bias, norms=norms) for _ in range(3)]
+    assert all(block.fused is not None for block in blocks)
+    table = make_table()
+    generator = torch.Generator().manual_seed(1)
+    pools = [
+        KVPool(num_layers=3, num_slots=4096, num_kv_heads=2, head_dim=24, dtype=dtype, device=CPU)
+        for _ in range(2)
+    ]
+    filled = torch.randn(pools[0]._all.shape, generator=generator).to(dtype)
+    for row, count in rows:
+        table.acquire_row()
+        table.reserve(row, 70 + count)
+    batch = make_batch(
+        table, [row for row, _ in rows], [[1] * count for _, count in rows], [70] * len(rows)
+    )
+    x = torch.randn(sum(count for _, count in rows), 64, generator=generator).to(dtype)
+    angles = RotaryEmbedding(RopeSpec(1e4), 24, device=CPU).angles(batch.positions_N, dtype)
+    results = []
+    for backend, pool in zip((CpuBackend(kernels), OneByOne(kernels)), pools, strict=True):
+        pool._all.copy_(filled)
+        out = x.clone()
+        plan = backend.plan(replace(batch), table)
+        delta = run_blocks(blocks, out, angles, backend=backend, plan=plan, pool=pool)
+        assert (delta is None) == (type(backend) is CpuBackend)
+        results.append((out if delta is None else out + delta, pool._all))
+    for fused, single in zip(*results, strict=True):
+        assert torch.equal(fused, single)
+    assert not torch.equal(results[0][0], x)
+
+
+def test_blocks_of_other_widths_run_one_by_one(dtype):
+    kernels = fused_kernels()
+    assert make_block(kernels, dtype, bias=False, norms=True, width=36).fused is None
