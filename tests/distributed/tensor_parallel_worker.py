@@ -1,4 +1,5 @@
-"""Forked ranks that decode with a spread target and head over gloo; exits 0 when tokens are equal.
+"""Forked ranks that decode with a spread target and head over gloo, chains and trees; exits 0 when
+tokens are equal.
 
 Four ranks are two copies of the target over two ranks each; every copy serves its own requests.
 Arguments: a folder for the target.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,11 @@ from tests.unit.runtime.test_tensor_parallel import make_case, make_engine, open
 
 WORLD_SIZE, WIDTH = 4, 2
 CPU = torch.device("cpu")
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"schedule": "fixed_tree", "tree_nodes": 6},
+    {"schedule": "dynamic_tree", "tree_nodes": 6},
+]
 
 
 def live(rank: int, path: Path) -> None:
@@ -31,16 +38,17 @@ def live(rank: int, path: Path) -> None:
     whole = open_case(path)
     target = load_target(path, dtype=torch.float32, device=CPU, group=mesh.tensor)
     assert target.model.embedding_VD.shape[0] * WIDTH >= target.config.vocab_size
-    engine = make_engine(whole, target, draft=True)
-    if not mesh.tensor.is_leader:
-        engine.follow()
-    else:
+    for settings in SETTINGS:
+        engine = make_engine(whole, target, draft=True, **settings)
+        if not mesh.tensor.is_leader:
+            engine.follow()
+            continue
         requests = make_requests(5, seed=mesh.data.rank, temperature=0.9, ignore_eos=True)
         got = engine.generate(requests)
         scores = engine.score([request.prompt_ids for request in requests])
         engine.dismiss()
-        alone = make_engine(whole, whole.whole, draft=True)
-        assert got == alone.generate(requests)
+        alone = make_engine(whole, whole.whole, draft=True, **settings)
+        assert got == alone.generate(requests), settings
         assert any(step.num_accepted for one in got for step in one.steps)
         wanted = alone.score([request.prompt_ids for request in requests])
         for score, want in zip(scores, wanted, strict=True):

@@ -19,12 +19,12 @@ from runtime.kv_cache import KVPool
 from runtime.models.base import Model
 from runtime.models.layer_drop import keep_layers
 from runtime.models.loader import Target, load_target
-from runtime.request import Generation, Phase
+from runtime.request import Generation, Phase, Request, SamplingParams
 from runtime.spec.draft_target import DraftTargetSchedule, OnLeader
 from tests.unit.runtime.draft_models import tiny_draft
 from tests.unit.runtime.engine_fixtures import EOS, VOCAB, make_requests, run_stepwise
 from tests.unit.runtime.model_fixtures import save_llama
-from tests.unit.runtime.test_tensor_parallel import SHAPES
+from tests.unit.runtime.test_tensor_parallel import SHAPES, SMOLLM2
 from tests.unit.runtime.thread_group import ThreadGroup, run_ranks
 
 CPU = torch.device("cpu")
@@ -192,3 +192,32 @@ def test_another_vocabulary_is_refused_on_the_leader(
 
     with pytest.raises(ValueError, match="same vocabulary"):
         run_ranks(2, live)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_smollm2_over_three_ranks_with_some_of_its_own_layers_as_the_draft() -> None:
+    whole = load(Path(SMOLLM2))
+    draft = keep_layers(whole.model, [*range(8), *range(22, 30)])
+    texts = [(1, 504, 3575, 282, 4649, 314), (1, 788, 314, 260, 1389, 282, 1343, 47)]
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    requests = [Request(f"r{i}", ids, sampling) for i, ids in enumerate(texts)]
+    plain = make_engine(whole, None).generate(requests)
+    alone = make_engine(whole, draft).generate(requests)
+
+    def live(group: ThreadGroup) -> Any:
+        target = load(Path(SMOLLM2), group=group)
+        engine = make_engine(target, draft if group.is_leader else OnLeader())
+        if not group.is_leader:
+            engine.follow()
+            return engine
+        spread = engine.generate(requests)
+        engine.dismiss()
+        return spread
+
+    spread, *followers = run_ranks(3, live)
+    assert spread == alone
+    assert [one.output_ids for one in spread] == [one.output_ids for one in plain]
+    assert any(step.num_accepted for one in spread for step in one.steps)
+    for follower in followers:
+        assert_no_draft(follower)

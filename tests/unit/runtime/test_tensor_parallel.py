@@ -16,10 +16,10 @@ import torch
 from runtime import sharding
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.config import EngineConfig
-from runtime.linear import PlainLinear
 from runtime.engine import Engine
 from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids
 from runtime.kv_cache import SlotTable
+from runtime.linear import PlainLinear
 from runtime.models.base import Model
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
@@ -449,7 +449,8 @@ def test_heads_beside_other_key_heads_are_seen(
 
 @pytest.mark.real
 @pytest.mark.slow
-def test_smollm2_over_three_ranks_is_smollm2() -> None:
+@pytest.mark.parametrize("schedule", ["mtp", "fixed_tree", "dynamic_tree"])
+def test_smollm2_over_three_ranks_is_smollm2(schedule: str) -> None:
     """Three key/value heads, one per rank; nothing is filled up or replicated."""
     whole = load_target(SMOLLM2, dtype=torch.float32, device=CPU)
     spec = head_spec(whole)
@@ -464,9 +465,10 @@ def test_smollm2_over_three_ranks_is_smollm2() -> None:
         (rows,) = engine.forward_hidden(texts[:1])
         return engine.generate(requests), engine.score(texts), rows.hidden_TD
 
-    alone = run(make_engine(case, whole, draft=True), None)
+    settings = {} if schedule == "mtp" else {"schedule": schedule, "tree_nodes": 6}
+    alone = run(make_engine(case, whole, draft=True, **settings), None)
     plain = make_engine(case, whole, draft=False).generate(requests)
-    generations, scores, hidden = lead(case, 3, run, draft=True)
+    generations, scores, hidden = lead(case, 3, run, draft=True, **settings)
     assert generations == alone[0]
     assert [one.output_ids for one in generations] == [one.output_ids for one in plain]
     for got, want in zip(scores, alone[1], strict=True):
