@@ -184,7 +184,7 @@ class ServingConfig:
 class GenerateConfig:
     """`mtp generate`: one prompt, streamed. The prompt itself is an argument, not a setting."""
 
-    k: int = 0  # drafted tokens per step; 0 = validate.k
+    k: int = 0  # drafted tokens per step; 0 = the fastest of P5, else validate.k
     max_tokens: int = 256
     temperature: float = 0.0
     raw: bool = False  # the prompt as it is, without the chat template

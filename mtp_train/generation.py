@@ -21,8 +21,9 @@ from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
 from mtp_train.draft_model import open_draft_model
 from mtp_train.features.target import load_tokenizer
-from mtp_train.run_dir import RunDirectory
+from mtp_train.run_dir import PARITY_NAME, RunDirectory, read_json
 from mtp_train.validate.measure import fit_engine
+from mtp_train.validate.report import fastest_k
 from mtp_train.validate.subject import open_subject
 from runtime.cpu import set_threads
 from runtime.engine import Engine
@@ -129,6 +130,12 @@ class Answering:
         return pool_acceptance([generation], self.k)
 
 
+def _measured_k(head_path: Path, has_head: bool) -> int | None:
+    """What the ladder found fastest with this head, where it has been run."""
+    file = head_path / PARITY_NAME
+    return fastest_k(read_json(file)) if has_head and file.is_file() else None
+
+
 def open_answering(config: Config, prompt: str) -> Answering:
     """Load target and head or draft model, render and check the prompt, run both engines once.
 
@@ -151,7 +158,9 @@ def open_answering(config: Config, prompt: str) -> Answering:
     if settings.draft_model or settings.draft_layers:
         draft_model = open_draft_model(config, target, tokenizer)
     has_head = bool(settings.head or config.validate.head) or (head_path / CONFIG_NAME).is_file()
-    k = (settings.k or config.validate.k) if has_head or draft_model else 0
+    k = 0
+    if has_head or draft_model:
+        k = settings.k or _measured_k(head_path, has_head) or config.validate.k
     limit, whose = target.config.max_position_embeddings, "target"
     if draft_model is not None and draft_model.config.max_position_embeddings < limit:
         limit, whose = draft_model.config.max_position_embeddings, "draft model"

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.run_dir import PARITY_NAME, read_json
-from mtp_train.validate.report import measured_markdown
+from mtp_train.validate.report import fastest_k, measured_markdown
 from runtime.files import write_atomic
 
 README_NAME = "README.md"
@@ -48,7 +48,7 @@ def refresh_readme(out_dir: Path) -> None:
 def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
     """Markdown: what is in the directory, how to serve it, what was measured and what was not."""
     spec = record.head
-    k = _best_k(parity)
+    k = fastest_k(parity) or DEFAULT_K
     commands = serving_commands(target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1))
     rungs: Mapping[str, Any] = parity.get("rungs", {})
     return f"""# Draft head in the MiMo layout
@@ -114,13 +114,3 @@ def _vllm_status(rung: Mapping[str, Any] | None) -> str:
     if rung is None:
         return "not run with this head"
     return f"P6 {'passed' if rung['passed'] else 'FAILED'}: {rung['note']}"
-
-
-def _best_k(parity: Mapping[str, Any]) -> int:
-    """The fastest K at the smallest batch that was measured; else the default."""
-    rows = parity.get("speed", [])
-    if not rows:
-        return DEFAULT_K
-    smallest = min(row["batch_size"] for row in rows)
-    best = max((r for r in rows if r["batch_size"] == smallest), key=lambda row: row["speedup"])
-    return int(best["k"])

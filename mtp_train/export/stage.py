@@ -21,8 +21,9 @@ from mtp_train.export.reader import check_export
 from mtp_train.export.record import hash_files
 from mtp_train.export.writer import ExportReport, write_export
 from mtp_train.features.target import cache_directory, target_directory
-from mtp_train.run_dir import PARITY_NAME, RunDirectory, StageRecord
+from mtp_train.run_dir import PARITY_NAME, RunDirectory, StageRecord, read_json
 from mtp_train.validate import p2
+from mtp_train.validate.report import fastest_k
 from mtp_train.validate.subject import Subject, open_subject, relative_error
 from mtp_train.validate.unroll import HiddenSequence, runtime_chain
 from runtime.cpu import set_threads
@@ -189,7 +190,9 @@ def describe(outcome: ExportOutcome, config: Config) -> str:
     """What was written and how to serve it, as lines for a terminal."""
     assert outcome.report is not None, "nothing was written"
     report = outcome.report
-    k = config.validate.k
+    parity_file = report.path / PARITY_NAME
+    parity = read_json(parity_file) if parity_file.is_file() else {}
+    k = fastest_k(parity) or config.validate.k
     commands = serving_commands(
         target=str(target_directory(config.target)),
         head=str(report.path),

@@ -23,6 +23,7 @@ from runtime.request import Request
 
 MODEL_TOLERANCE = 0.25
 LEVEL = 0.95
+NOISE = 0.03  # v is a difference of timings: this far below zero it says nothing
 _FORCED_TOKENS = 17  # wrong drafts take a step per token: 16 steps
 
 
@@ -104,6 +105,12 @@ def check(
         f"with drafts against plain at batch {batches}, {max_tokens} tokens per request; passed "
         "means measured and predicted, not faster"
     )
+    noisy = [cell.name for cell in cells if figures[f"{cell.name}_cost"]["v"] < -NOISE]
+    if noisy:
+        note += (
+            f"; at {', '.join(noisy)} verification came out faster than plain decoding (v below "
+            f"{-NOISE}): the machine was busy, measure on a quiet one"
+        )
     return RungResult("P5", passed, figures, bounds, note=note), tuple(speeds)
 
 

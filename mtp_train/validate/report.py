@@ -241,3 +241,13 @@ def measured_markdown(parity: Mapping[str, Any]) -> str:
 {verdicts}
 
 All figures and their bounds are in `{PARITY_NAME}`."""
+
+
+def fastest_k(parity: Mapping[str, Any]) -> int | None:
+    """The fastest K at the smallest batch of a ``parity.json``; ``None``: P5 has not run."""
+    rows = parity.get("speed", [])
+    if not rows:
+        return None
+    smallest = min(row["batch_size"] for row in rows)
+    best = max((r for r in rows if r["batch_size"] == smallest), key=lambda row: row["speedup"])
+    return int(best["k"])

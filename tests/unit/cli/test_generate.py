@@ -22,6 +22,7 @@ from mtp_train.config import Config
 from mtp_train.generate import run_generate, take_prompt
 from mtp_train.generation import Answer, TimedRun, decode_timed, open_answering
 from mtp_train.generation_report import describe, to_json, token_origins
+from mtp_train.run_dir import write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.token_colours import TokenPrinter, style_of
 from runtime.head_spec import save_head
@@ -105,6 +106,18 @@ def test_a_prompt_with_any_characters_reaches_the_model(
     printed = json.loads(capsys.readouterr().out)
     assert printed["prompt"] == NASTY
     assert printed["prompt_tokens"] == len(NASTY.encode())
+
+
+def test_the_draft_length_is_what_was_measured_unless_one_is_asked_for(place: Path) -> None:
+    assert open_answering(make_config(place), "Hi").k == 3  # validate.k: nothing was measured
+    rows = [{"batch_size": 1, "k": k, "speedup": 1 / k} for k in (2, 4)]
+    file = place / "runs" / "tiny" / "head" / "parity.json"
+    write_json_atomic(file, {"speed": rows})
+    try:
+        assert open_answering(make_config(place), "Hi").k == 2
+        assert open_answering(make_config(place, k=4), "Hi").k == 4
+    finally:
+        file.unlink()
 
 
 def test_the_chat_template_is_applied_as_a_server_does(place: Path) -> None:

@@ -11,6 +11,7 @@ from mtp_train.validate import p5
 from mtp_train.validate.forced_draft import ForcedDraft
 from mtp_train.validate.measure import make_requests
 from mtp_train.validate.p5 import Cell, CellRuns
+from mtp_train.validate.report import fastest_k
 from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, time_run
 from mtp_train.validate.subject import Subject
 from tests.unit.validate.subjects import make_prompts, make_reduced_subject, make_subject
@@ -153,3 +154,28 @@ def test_p5_measures_every_cell(tmp_path: Path) -> None:
     assert result.passed == all(
         abs(result.figures[name]) <= bound for name, bound in result.bounds.items()
     )
+
+
+@pytest.mark.parametrize("v", [-0.02, -0.2])
+def test_p5_says_when_its_cost_model_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, v: float
+) -> None:
+    monkeypatch.setattr(p5, "fit_cost_model", lambda ratios: CostModel(c=0.2, v=v))
+    result, _ = p5.check(
+        make_subject(tmp_path),
+        make_prompts(),
+        draft_lengths=(1,),
+        prompt_set="random",
+        max_tokens=8,
+        cells=(Cell(1, 2, 1),),
+    )
+    assert ("at batch1 verification came out faster" in result.note) == (v < -0.1)
+
+
+def test_the_fastest_k_is_that_of_the_smallest_batch() -> None:
+    def row(batch_size: int, k: int, speedup: float) -> dict[str, float]:
+        return {"batch_size": batch_size, "k": k, "speedup": speedup}
+
+    rows = [row(4, 3, 2.0), row(1, 1, 1.2), row(1, 3, 0.9), row(1, 2, 1.1)]
+    assert fastest_k({"speed": rows}) == 1
+    assert fastest_k({}) is None
