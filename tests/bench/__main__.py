@@ -21,7 +21,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, host, loss, spec, train, tree
+from tests.bench import decode, dump, host, loss, spec, train, tree, verify, vllm
 from tests.bench.harness import BenchResult
 
 RESULTS = Path("runs/bench/results.json")
@@ -35,6 +35,8 @@ def main(names: list[str]) -> int:
     benches: dict[str, Callable[[], BenchResult]] = {
         "decode_b1": lambda: decode.run(target, batch=1),
         "decode_b16": lambda: decode.run(target, batch=16),
+        "decode_b16_vllm": lambda: vllm.run(target, batch=16),
+        "verify_4": lambda: verify.run(target, rows=4),
         "dump_sharegpt": lambda: dump.run(target),
         "train_mtp_k1": lambda: train.run(target, group, hot=False),
         "train_mtp_k1_hot": lambda: train.run(target, group, hot=True),
@@ -47,6 +49,8 @@ def main(names: list[str]) -> int:
         "host_mtp1_b16": lambda: host.run(target, batch=16, k=1),
         "spec_b1_hot_k1": lambda: spec.run(target, k=1, hot=True),
         "spec_b1_hot_k3": lambda: spec.run(target, k=3, hot=True),
+        "spec_b1_tree3": lambda: spec.run(target, k=1, tree_nodes=3),
+        "spec_b1_hot_tree3": lambda: spec.run(target, k=1, tree_nodes=3, hot=True),
     }
     for backend, context in itertools.product(tree.BACKENDS, tree.CONTEXTS):
         benches[f"tree_{backend}_{context}"] = functools.partial(
@@ -56,13 +60,16 @@ def main(names: list[str]) -> int:
     if unknown:
         sys.stderr.write(f"unknown benchmark {unknown[0]}; there are: {', '.join(benches)}\n")
         return 2
+    if not names and not vllm.interpreter().is_file():
+        sys.stderr.write(f"decode_b16_vllm left out: no {vllm.interpreter()}; {vllm.HOW}\n")
+        del benches["decode_b16_vllm"]
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
     results = {row["name"]: row for row in kept}
     console = Console()
     for name in names or list(benches):
         with console.status(name):
             results[name] = benches[name]().to_dict()
-        write_json_atomic(RESULTS, [results[name] for name in benches if name in results])
+        write_json_atomic(RESULTS, list(results.values()))
     console.print(make_table("benchmarks", COLUMNS, [_row(row) for row in results.values()]))
     group.close()
     return 0

@@ -35,25 +35,30 @@ REPEATS = 3
 LEVEL = 0.95
 
 
-def run(target: Target, *, k: int, hot: bool = False) -> BenchResult:
+def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> BenchResult:
     """All first turns of MT-Bench, greedy, 128 tokens each, one at a time; with ``hot`` drafting
-    from a list of ids, else from the whole vocabulary.
+    from a list of ids, else from the whole vocabulary; with ``tree_nodes`` a fixed tree, ``k`` deep
+    (its costs are not predicted).
     """
-    name = f"spec_b1_hot_k{k}" if hot else f"spec_b1_k{k}"
+    what = f"tree{tree_nodes}" if tree_nodes else f"k{k}"
+    name = f"spec_b1_hot_{what}" if hot else f"spec_b1_{what}"
     head = Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD))
     if hot:
         head = Path(os.environ.get("MTP_BENCH_HOT_HEAD", DEFAULT_HOT_HEAD))
+    config = EngineConfig()
+    if tree_nodes:
+        config = replace(config, schedule="fixed_tree", tree_nodes=tree_nodes)
     subject = Subject(
         target_path=target.path,
         head_path=head,
         runtime_dtype=target.model.dtype,
-        engine_config=EngineConfig(),
+        engine_config=config,
         device=torch.device("cpu"),
     )
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [prompt.prompt_ids for prompt in evaluation_prompts("mtbench", tokenizer)]
     requests = make_requests(prompts, max_tokens=NEW_TOKENS, ignore_eos=True)
-    cost = measure_cost(subject, requests[::10], k)
+    cost = None if tree_nodes else measure_cost(subject, requests[::10], k)
     bench = SpeedBench(subject, [[request] for request in requests])
     for length in (0, k):
         bench.run(requests[:1], length)  # warm
@@ -73,7 +78,16 @@ def run(target: Target, *, k: int, hot: bool = False) -> BenchResult:
     timings = [timing for repeats in runs[k] for timing in repeats]
     tokens = sum(t.num_tokens for t in timings)
     emitted = tokens / sum(t.num_steps for t in timings)
-    predicted = cost.speedup(emitted, k)
+    note = (
+        f"{LEVEL:.0%} interval {interval.low:.3f} to {interval.high:.3f}; {emitted:.3f} tokens "
+        "per step"
+    )
+    if cost is not None:
+        predicted = cost.speedup(emitted, k)
+        note += (
+            f"; c={cost.c:.3f} v={cost.v:.3f}; predicted {predicted:.3f} "
+            f"({predicted / speedup - 1:+.1%})"
+        )
     per_side = len(requests) * (NEW_TOKENS - 1)
     return BenchResult(
         name=name,
@@ -84,11 +98,7 @@ def run(target: Target, *, k: int, hot: bool = False) -> BenchResult:
         share_of_limit=None,
         unit="tokens/s",
         command=f"make bench BENCH={name}",
-        note=(
-            f"{LEVEL:.0%} interval {interval.low:.3f} to {interval.high:.3f}; {emitted:.3f} tokens "
-            f"per step; c={cost.c:.3f} v={cost.v:.3f}; predicted {predicted:.3f} "
-            f"({predicted / speedup - 1:+.1%})"
-        ),
+        note=note,
     )
 
 
