@@ -39,14 +39,27 @@ class TargetConfig:
 
 
 @dataclass(frozen=True)
+class HeadNorms:
+    """Which RMSNorms the head has."""
+
+    enorm: bool = True  # of the embedding
+    hnorm: bool = True  # of the target's hidden state
+    input: bool = True  # before attention
+    post_attention: bool = True  # before the MLP
+    final: bool = True
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """The head to train. Dimensions come from the target."""
 
-    kind: Literal["mtp"] = "mtp"
+    kind: Literal["mtp", "eagle"] = "mtp"  # eagle: EAGLE-1 as published, the rest has one value
     init: Literal["random", "last_layer"] = "random"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     first_embedding_mask: bool = True
+    projection_bias: bool = False
+    norms: HeadNorms = HeadNorms()
 
 
 @dataclass(frozen=True)

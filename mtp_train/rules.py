@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from data_prep.addresses import check_url, check_variable
@@ -117,6 +118,20 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message is meant for the user as it is."""
 
 
+_EAGLE: Mapping[str, Any] = MappingProxyType(
+    {
+        "head.concat": "embedding_hidden",
+        "head.recycle": "pre_norm",
+        "head.first_embedding_mask": False,
+        "head.norms.enorm": False,
+        "head.norms.hnorm": False,
+        "head.norms.input": False,
+        "head.norms.post_attention": True,
+        "head.norms.final": False,
+    }
+)
+
+
 def check_config(config: Config) -> None:
     """Ranges, and the combinations that cannot work. Raises ``ValueError``, a :class:`ConfigError`
     where the rule is one of this module's.
@@ -145,6 +160,19 @@ def _check_run_name(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     _check_not_trained_on(config, "validate.sets")
+
+
+def _check_head(config: Config) -> None:
+    if config.head.kind != "eagle":
+        return
+    for path, value in _EAGLE.items():
+        given = get_field(config, path)
+        if given != value:
+            shown = [str(x).lower() if isinstance(x, bool) else x for x in (given, value)]
+            raise ConfigError(
+                f"{path}={shown[0]} with head.kind=eagle: EAGLE-1 as published has {shown[1]}; "
+                "choose all of it with head=eagle, or set norms one by one with head.kind=mtp"
+            )
 
 
 def _check_regeneration(config: Config) -> None:
@@ -370,6 +398,7 @@ def _check_files(config: Config) -> None:
 
 _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_run_name,
+    _check_head,
     _check_data,
     _check_regeneration,
     _check_rendering,

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 
 from runtime.files import replace_atomic, write_atomic
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2  # 2: projection_bias
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 DRAFT_VOCAB_NAME = "draft_vocab_ids"
@@ -46,13 +47,26 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class NormPlacement:
-    """Which RMSNorms exist. EAGLE-1 is all false but ``post_attention``."""
+    """Which RMSNorms exist."""
 
     enorm: bool = True
     hnorm: bool = True
     input: bool = True
     post_attention: bool = True
     final: bool = True
+
+
+EAGLE_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "norms": NormPlacement(enorm=False, hnorm=False, input=False, final=False),
+        "concat": "embedding_hidden",
+        "recycle": "pre_norm",
+        "logits_from": "pre_norm",
+        "first_embedding_mask": False,
+        "position_offset": 0,
+    }
+)
+"""What ``kind=eagle`` means; its projection may have a bias or none."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +82,14 @@ class DraftVocab:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Everything a runtime must know to compute what the trainer computed."""
+    """Everything a runtime must know to compute what the trainer computed.
 
-    kind: Literal["mtp"]
+    ``mtp`` leaves the choices open; ``eagle`` is the head of EAGLE-1 (Li et al. 2024,
+    arXiv:2401.15077) as published: no norms but the one before the MLP, states recycled as they
+    are.
+    """
+
+    kind: Literal["mtp", "eagle"]
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -92,6 +111,7 @@ class HeadSpec:
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     residual: Literal["standard"] = "standard"
     first_embedding_mask: bool = True
+    projection_bias: bool = False  # of eh_proj
     position_offset: int = 0
     embedding: Literal["target"] = "target"
     lm_head: Literal["target"] = "target"
@@ -104,17 +124,29 @@ class HeadSpec:
             )
         if self.num_layers != 1:
             raise ValueError(f"head num_layers={self.num_layers}: only 1 is supported")
+        if self.kind == "eagle":
+            self._check_eagle()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"head num_heads={self.num_heads}: must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
 
+    def _check_eagle(self) -> None:
+        for name, value in EAGLE_FIELDS.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"head {name}={getattr(self, name)!r}: kind=eagle is EAGLE-1 as published, "
+                    f"{name}={value!r}; kind=mtp lets you choose"
+                )
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list: name -> shape. Linear weights are ``[out, in]``."""
         width, inner = self.hidden_size, self.intermediate_size
         q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"eh_proj.weight": (width, 2 * width)}
+        if self.projection_bias:
+            shapes["eh_proj.bias"] = (width,)
         if self.norms.enorm:
             shapes["enorm.weight"] = (width,)
         if self.norms.hnorm:
@@ -142,11 +174,15 @@ class HeadSpec:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
-        """Strict inverse of :meth:`to_json`. Raises ``ValueError`` naming the key."""
+        """Strict inverse of :meth:`to_json`; reads version 1 too. Raises ``ValueError`` naming the
+        key.
+        """
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{source}: not valid JSON ({error})") from error
+        if isinstance(raw, dict) and raw.get("version") == 1:  # what came later has one meaning
+            raw = raw | {"version": SPEC_VERSION, "projection_bias": False}
         return _from_mapping(cls, raw, source)
 
 

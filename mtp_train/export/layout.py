@@ -182,6 +182,7 @@ def refuse_uncarried(spec: HeadSpec, *, drop_draft_vocab: bool) -> None:
         ("recycle", spec.recycle, "post_norm"),
         ("residual", spec.residual, "standard"),
         ("first_embedding_mask", spec.first_embedding_mask, True),
+        ("projection_bias", spec.projection_bias, False),
         ("position_offset", spec.position_offset, 0),
         ("embedding", spec.embedding, "target"),
         ("lm_head", spec.lm_head, "target"),

@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 import torch
 
+from mtp_train.heads.eagle import EagleHead
 from mtp_train.heads.mtp import MtpHead
 from runtime.head_spec import HeadSpec
 
-HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead})
+HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead, "eagle": EagleHead})
 
 
 def build_training_head(spec: HeadSpec, *, dtype: torch.dtype) -> MtpHead:

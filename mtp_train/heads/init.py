@@ -1,6 +1,7 @@
 """The shape and the first weights of a head, both taken from the target.
 
-``random``: truncated normal with the target's own ``initializer_range``, norms at one.
+``random``: truncated normal with the target's own ``initializer_range``, norms at one, a bias at
+zero.
 ``last_layer``: the target's last decoder layer, its final norm as the head's final norm, and an
 ``eh_proj`` that passes the hidden state through unchanged.
 """
@@ -8,12 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Literal
 
 import torch
 
 from mtp_train.config import HeadConfig
-from runtime.head_spec import HeadSpec
+from runtime.head_spec import HeadSpec, NormPlacement
 from runtime.models.config import ModelConfig
 
 TensorReader = Callable[[str], torch.Tensor]
@@ -24,7 +26,9 @@ _LAYER = "layers.0."
 def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str) -> HeadSpec:
     """The spec of a head for ``target``; everything but the user's choices is the target's."""
     if target.attention_bias or target.mlp_bias:
-        raise ValueError("head kind=mtp: targets with attention or MLP biases are not supported")
+        raise ValueError(
+            f"head kind={config.kind}: targets with attention or MLP biases are not supported"
+        )
     return HeadSpec(
         kind=config.kind,
         hidden_size=target.hidden_size,
@@ -40,6 +44,9 @@ def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str)
         concat=config.concat,
         recycle=config.recycle,
         first_embedding_mask=config.first_embedding_mask,
+        projection_bias=config.projection_bias,
+        norms=NormPlacement(**asdict(config.norms)),
+        logits_from="pre_norm" if config.kind == "eagle" else "post_norm",
     )
 
 
@@ -61,7 +68,8 @@ def initialise(
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in sorted(spec.tensor_shapes().items()):
         if len(shape) == 1:
-            tensors[name] = torch.full(shape, 0.0 if spec.norm_form == "1+w" else 1.0)
+            is_zero = spec.norm_form == "1+w" or name.endswith(".bias")
+            tensors[name] = torch.full(shape, 0.0 if is_zero else 1.0)
             continue
         std = initializer_range
         values = torch.empty(shape)

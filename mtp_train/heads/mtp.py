@@ -115,7 +115,9 @@ class MtpHead(nn.Module):
         self.spec = spec
         self.enorm = _norm(spec, spec.norms.enorm, dtype)
         self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
-        self.eh_proj = nn.Linear(2 * spec.hidden_size, spec.hidden_size, bias=False, dtype=dtype)
+        self.eh_proj = nn.Linear(
+            2 * spec.hidden_size, spec.hidden_size, bias=spec.projection_bias, dtype=dtype
+        )
         self.layers = nn.ModuleList([_DecoderLayer(spec, dtype)])
         self.norm = _norm(spec, spec.norms.final, dtype)
 

@@ -22,7 +22,7 @@ from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
 from runtime import verify
 from runtime.batch import ForwardBatch, build_batch
-from runtime.head_spec import DraftVocab, hash_vocab_ids, save_head
+from runtime.head_spec import EAGLE_FIELDS, DraftVocab, hash_vocab_ids, save_head
 from runtime.linear import PlainLinear
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
@@ -303,6 +303,19 @@ def test_p2_sees_a_head_that_is_read_differently(tmp_path: Path, name: str) -> N
         setattr(subject, field_name, value)
     if name == "theta":
         subject.overrides = (("rope", replace(subject.spec.rope, theta=5000.0)),)
+    assert not p2.check(subject, SEQUENCES, k=3).passed
+
+
+def test_an_eagle_head_is_green(tmp_path: Path) -> None:
+    subject = make_subject(tmp_path, kind=MisreadSubject)
+    assert isinstance(subject, MisreadSubject)
+    spec = replace(subject.spec, kind="eagle", projection_bias=True, **EAGLE_FIELDS)
+    save_head(tmp_path / "eagle", spec, random_head_tensors(spec))
+    subject = replace(subject, head_path=tmp_path / "eagle", _contract=None, _heads={})
+    assert p2.check(subject, SEQUENCES, k=3).passed
+    assert climb_p3(subject).passed
+    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
+    subject.overrides = (("kind", "mtp"), ("first_embedding_mask", True))
     assert not p2.check(subject, SEQUENCES, k=3).passed
 
 

@@ -8,10 +8,11 @@ from types import MappingProxyType
 import torch
 
 from runtime.head_spec import HeadSpec
+from runtime.models.heads.eagle import EagleHead
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import LlamaModel
 
-HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead})
+HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead, "eagle": EagleHead})
 
 
 def build_head(

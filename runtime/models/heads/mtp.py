@@ -1,5 +1,5 @@
 """The MTP head: ``eh_proj([enorm(e); hnorm(h)])`` → one decoder layer → final norm → the target's
-``lm_head``.
+``lm_head``. Norms may be missing.
 
 Row ``i`` of a batch takes hidden state ``g_i`` (``batch.hidden_ND``) and the *already shifted* id
 ``t_{i+1}`` (``batch.input_ids_N``) at position ``i``, and predicts ``t_{i+2}``. Everything that
@@ -72,6 +72,7 @@ class MtpHead(DraftModel):
         self.projection = RowParallelLinear(
             make_linear(joined.cut(take("eh_proj.weight")), None), group
         )
+        self.projection_bias = take("eh_proj.bias") if spec.projection_bias else None
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
         share = share_block(
             {
@@ -146,6 +147,8 @@ class MtpHead(DraftModel):
         positions_N = batch.positions_N + self.spec.position_offset
         start, stop = self._joined_shard.runs[0]
         x_ND = self.projection(joined[:, start:stop].contiguous())
+        if self.projection_bias is not None:  # whole on every rank: added to the sum, once
+            x_ND.add_(self.projection_bias)
         angles = self.rotary.angles(positions_N, self.dtype)
         delta_ND = run_blocks([self.block], x_ND, angles, backend=backend, plan=plan, pool=pool)
         if self.spec.recycle == "post_norm" and self.final_norm is not None:

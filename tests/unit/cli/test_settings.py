@@ -14,6 +14,7 @@ from mtp_train import rules
 from mtp_train.app import CONF_DIR, dump_config
 from mtp_train.config import Config
 from mtp_train.settings import ConfigError, get_field, known_keys, load_config
+from runtime.head_spec import EAGLE_FIELDS
 
 MINIMAL: dict[str, Any] = {
     "run": {"name": "mine"},
@@ -164,6 +165,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
         ),
         ({"runtime.schedule": "draft_target"}, r"schedule=draft_target: name the model"),
         (
+            {"head.kind": "eagle"},
+            r"head\.recycle=post_norm with head\.kind=eagle: .* has pre_norm; .* head=eagle",
+        ),
+        (
             {"runtime.schedule": "fixed_tree", "generate.draft_layers": [1]},
             r"schedule=fixed_tree with generate\.draft_model .* drafts with a head",
         ),
@@ -249,6 +254,14 @@ def test_config_files_state_the_dataclass_defaults_key_by_key() -> None:
     from_files, defaults = load_config(raw), load_config(MINIMAL)
     different = [k for k in leaves if get_field(from_files, k) != get_field(defaults, k)]
     assert set(different) <= chosen_by_the_user
+
+
+def test_the_eagle_group_is_what_the_contract_calls_eagle() -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "eagle.yaml").read_text())
+    config = load_config(_with(("head", raw)))
+    assert dataclasses.asdict(config.head.norms) == vars(EAGLE_FIELDS["norms"])
+    for field in ("concat", "recycle", "first_embedding_mask"):
+        assert getattr(config.head, field) == EAGLE_FIELDS[field]
 
 
 _ABSENT = object()

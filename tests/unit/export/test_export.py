@@ -253,6 +253,7 @@ def test_a_damaged_record_is_named(key: str, value: Any, message: str, copy: Pat
         ({"norm_form": "1+w"}, "norm_form"),
         ({"position_offset": 1}, "position_offset=1"),
         ({"recycle": "pre_norm", "logits_from": "pre_norm"}, "logits_from"),
+        ({"projection_bias": True}, "projection_bias=true"),
         ({"norms": NormPlacement(hnorm=False)}, r"norms\.hnorm=false"),
         ({"norms": NormPlacement(input=False)}, r"norms\.input=false"),
         ({"head_dim": 4}, "head_dim=4"),

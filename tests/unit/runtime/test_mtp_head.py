@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from runtime.batch import BatchMode
-from runtime.head_spec import DraftVocab, HeadSpec, NormPlacement, RopeSpec, hash_vocab_ids
+from runtime.head_spec import (
+    EAGLE_FIELDS,
+    DraftVocab,
+    HeadSpec,
+    NormPlacement,
+    RopeSpec,
+    hash_vocab_ids,
+)
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.loader import load_target
@@ -51,6 +59,9 @@ VARIANTS = {
     "no_input_norm": {"norms": NormPlacement(input=False)},
     "no_post_attention_norm": {"norms": NormPlacement(post_attention=False)},
     "no_final_norm": {"norms": NormPlacement(final=False)},
+    "bias": {"projection_bias": True},
+    "eagle": {"kind": "eagle", **EAGLE_FIELDS},
+    "eagle_bias": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
 }
 
 
@@ -118,7 +129,8 @@ class Reference:
         parts = [self.norm(embedding, "enorm.weight"), self.norm(hidden_TD, "hnorm.weight")]
         if self.spec.concat == "hidden_embedding":
             parts.reverse()
-        x = F.linear(torch.cat(parts, -1), self.tensors["eh_proj.weight"])
+        bias = self.tensors.get("eh_proj.bias")
+        x = F.linear(torch.cat(parts, -1), self.tensors["eh_proj.weight"], bias)
         count = len(ids)
         positions = torch.arange(count)[None] + self.spec.position_offset
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
@@ -133,6 +145,23 @@ class Reference:
         recycled = post if self.spec.recycle == "post_norm" else pre
         source = post if self.spec.logits_from == "post_norm" else pre
         return recycled, F.linear(source, self.hf.lm_head.weight)
+
+
+@pytest.mark.parametrize("field", EAGLE_FIELDS)
+def test_eagle_is_eagle_as_published(field):
+    others = {"position_offset": 1, "concat": "hidden_embedding"}
+    other = others.get(field, getattr(BASE, field))
+    with pytest.raises(ValueError, match=rf"head {field}=.*kind=eagle is EAGLE-1 as published"):
+        dataclasses.replace(BASE, kind="eagle", **{**EAGLE_FIELDS, field: other})
+
+
+def test_a_contract_of_version_1_has_no_bias():
+    spec = dataclasses.replace(BASE, projection_bias=False)
+    raw = json.loads(spec.to_json())
+    del raw["projection_bias"]
+    assert HeadSpec.from_json(json.dumps(raw | {"version": 1})) == spec
+    with pytest.raises(ValueError, match=r"missing key\(s\) projection_bias"):
+        HeadSpec.from_json(json.dumps(raw))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

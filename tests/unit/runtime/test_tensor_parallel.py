@@ -17,7 +17,7 @@ from runtime import sharding
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids
+from runtime.head_spec import EAGLE_FIELDS, DraftVocab, HeadSpec, hash_vocab_ids
 from runtime.kv_cache import SlotTable
 from runtime.linear import PlainLinear
 from runtime.models.base import Model
@@ -200,6 +200,14 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
     assert {one.request_id: list(one.output_ids) for one in spread} == plain
     if temperature:
         assert any(step.num_accepted for one in spread for step in one.steps)
+
+
+def test_an_eagle_head_with_its_bias_drafts_as_on_one_rank(tmp_path: Path) -> None:
+    case = make_case(tmp_path, "even", kind="eagle", projection_bias=True, **EAGLE_FIELDS)
+    requests = make_requests(6, temperature=0.9, ignore_eos=True)
+    alone = make_engine(case, case.whole, draft=True).generate(requests)
+    assert any(step.num_accepted for one in alone for step in one.steps)
+    assert lead(case, 2, lambda engine, _: engine.generate(requests), draft=True) == alone
 
 
 @pytest.mark.parametrize(("width", "page_size"), [(2, 16), (4, 1)])

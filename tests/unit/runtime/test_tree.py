@@ -12,7 +12,7 @@ import torch
 
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import DraftVocab, hash_vocab_ids
+from runtime.head_spec import EAGLE_FIELDS, DraftVocab, hash_vocab_ids
 from runtime.kv_cache import KVPool
 from runtime.metrics import pool_acceptance
 from runtime.models.heads import build_head
@@ -89,6 +89,17 @@ def test_output_and_state_equal_plain_decoding(
     assert got == plain_outputs(target, requests)
     assert accepted >= {0, 1, 2}
     assert engine.table.allocator.num_free == engine.config.num_pages
+
+
+@pytest.mark.parametrize("shape", ["fixed", "dynamic"])
+def test_trees_of_an_eagle_head_are_its_own_and_exact(target: Target, shape: str) -> None:
+    head = random_head(target, kind="eagle", projection_bias=True, **EAGLE_FIELDS)
+    requests = make_requests(ignore_eos=True, max_tokens=24, temperature=0.9)
+    engine = tree_engine(target, shape, draft=head)
+    got = run_stepwise(engine, requests, after_step=check_draft_state)
+    assert got == plain_outputs(target, requests)
+    greedy = make_requests(3, ignore_eos=True, max_tokens=10)
+    assert check_trees(target, tree_engine(target, shape, draft=head), greedy) > 8
 
 
 @pytest.mark.parametrize("verify", ["greedy", "rejection"])

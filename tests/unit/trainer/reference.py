@@ -107,7 +107,7 @@ class StepwiseHead:
         parts = [self.norm(e, "enorm.weight"), self.norm(hidden, "hnorm.weight")]
         if spec.concat == "hidden_embedding":
             parts.reverse()
-        x = w["eh_proj.weight"] @ torch.cat(parts)
+        x = w["eh_proj.weight"] @ torch.cat(parts) + w.get("eh_proj.bias", 0.0)
         a = self.norm(x, layer + "input_layernorm.weight")
         heads = {
             n: (w[f"{layer}self_attn.{n}_proj.weight"] @ a).view(-1, spec.head_dim) for n in "qkv"
