@@ -49,17 +49,11 @@ def run(target: Target, *, batch: int) -> BenchResult:
         units=batch * NEW_TOKENS,
         rounds=5,
     )
-    tokens = batch * NEW_TOKENS
     name = f"decode_b{batch}"
-    return BenchResult(
-        name=name,
-        ours=tokens / timing.ours_s,
-        peer=tokens / timing.peer_s,
-        ratio=timing.peer_s / timing.ours_s,
-        limit=timing.limit,
-        share_of_limit=timing.share,
-        unit="tokens/s",
-        command=f"make bench BENCH={name}",
+    return BenchResult.of(
+        name,
+        timing,
+        units=batch * NEW_TOKENS,
         note=f"{bytes_per_step(target, prompts) / 1e6:.0f} MB per step",
     )
 

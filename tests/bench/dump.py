@@ -55,15 +55,10 @@ def run(target: Target) -> BenchResult:
     timing = interleave(
         dump, forward_only, lambda: _limit(target, sequences), units=num_tokens, rounds=5
     )
-    return BenchResult(
-        name="dump_sharegpt",
-        ours=num_tokens / timing.ours_s,
-        peer=num_tokens / timing.peer_s,
-        ratio=timing.peer_s / timing.ours_s,
-        limit=timing.limit,
-        share_of_limit=timing.share,
-        unit="tokens/s",
-        command="make bench BENCH=dump_sharegpt",
+    return BenchResult.of(
+        "dump_sharegpt",
+        timing,
+        units=num_tokens,
         note=f"mean length {num_tokens / len(sequences):.0f}",
     )
 

@@ -21,6 +21,16 @@ from runtime.linear import LinearMaker
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Medians over rounds; ``limit`` in units per second, ``share`` from each round's own limit."""
+
+    ours_s: float
+    peer_s: float
+    limit: float
+    share: float
+
+
+@dataclass(frozen=True)
 class BenchResult:
     """One row of `results.json`. `ours`, `peer` and `limit` share `unit`; more is better."""
 
@@ -37,15 +47,20 @@ class BenchResult:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Medians over rounds; ``limit`` in units per second, ``share`` from each round's own limit."""
-
-    ours_s: float
-    peer_s: float
-    limit: float
-    share: float
+    @classmethod
+    def of(cls, name: str, timing: Timing, *, units: float, note: str) -> BenchResult:
+        """Rates of ``units`` tokens per call, and how many times the peer's rate ours is."""
+        return cls(
+            name=name,
+            ours=units / timing.ours_s,
+            peer=units / timing.peer_s,
+            ratio=timing.peer_s / timing.ours_s,
+            limit=timing.limit,
+            share_of_limit=timing.share,
+            unit="tokens/s",
+            command=f"make bench BENCH={name}",
+            note=note,
+        )
 
 
 def interleave(

@@ -98,16 +98,10 @@ def run(target: Target, *, batch: int) -> BenchResult:
             rounds=7,
         )
         version = peer.version
-    tokens = batch * NEW_TOKENS
     name = f"decode_b{batch}_vllm"
-    return BenchResult(
-        name=name,
-        ours=tokens / timing.ours_s,
-        peer=tokens / timing.peer_s,
-        ratio=timing.peer_s / timing.ours_s,
-        limit=timing.limit,
-        share_of_limit=timing.share,
-        unit="tokens/s",
-        command=f"make bench BENCH={name}",
+    return BenchResult.of(
+        name,
+        timing,
+        units=batch * NEW_TOKENS,
         note=f"vLLM {version}, compiled, a process of its own",
     )
