@@ -105,39 +105,69 @@ def make_block(
     )
 
 
+class Blocks:
+    """Three random blocks behind 70 tokens of every request; ``rows``: (table row, new rows)."""
+
+    def __init__(
+        self, dtype: torch.dtype, rows: list[tuple[int, int]], *, bias: bool, norms: bool
+    ) -> None:
+        kernels = fused_kernels()
+        self.blocks = [make_block(kernels, dtype, bias=bias, norms=norms) for _ in range(3)]
+        self.table = make_table()
+        for row, count in rows:
+            self.table.acquire_row()
+            self.table.reserve(row, 70 + count)
+        generator = torch.Generator().manual_seed(1)
+        self.pool = KVPool(
+            num_layers=3, num_slots=4096, num_kv_heads=2, head_dim=24, dtype=dtype, device=CPU
+        )
+        self.filled = torch.randn(self.pool._all.shape, generator=generator).to(dtype)
+        chunks = [[1] * count for _, count in rows]
+        self.batch = make_batch(self.table, [row for row, _ in rows], chunks, [70] * len(rows))
+        self.x = torch.randn(sum(map(len, chunks)), 64, generator=generator).to(dtype)
+        rotary = RotaryEmbedding(RopeSpec(1e4), 24, device=CPU)
+        self.angles = rotary.angles(self.batch.positions_N, dtype)
+
+    def run(self, backend: CpuBackend) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """The residual stream, all K/V, and whether the blocks were one call."""
+        self.pool._all.copy_(self.filled)
+        out = self.x.clone()
+        plan = backend.plan(replace(self.batch), self.table)
+        delta = run_blocks(
+            self.blocks, out, self.angles, backend=backend, plan=plan, pool=self.pool
+        )
+        assert not torch.equal(out, self.x)
+        return out if delta is None else out + delta, self.pool._all.clone(), delta is None
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 1), (1, 3)], [(0, 230)]])
 def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, rows):
-    kernels = fused_kernels()
-    blocks = [make_block(kernels, dtype, bias=bias, norms=norms) for _ in range(3)]
-    assert all(block.fused is not None for block in blocks)
-    table = make_table()
-    generator = torch.Generator().manual_seed(1)
-    pools = [
-        KVPool(num_layers=3, num_slots=4096, num_kv_heads=2, head_dim=24, dtype=dtype, device=CPU)
-        for _ in range(2)
-    ]
-    filled = torch.randn(pools[0]._all.shape, generator=generator).to(dtype)
-    for row, count in rows:
-        table.acquire_row()
-        table.reserve(row, 70 + count)
-    batch = make_batch(
-        table, [row for row, _ in rows], [[1] * count for _, count in rows], [70] * len(rows)
-    )
-    x = torch.randn(sum(count for _, count in rows), 64, generator=generator).to(dtype)
-    angles = RotaryEmbedding(RopeSpec(1e4), 24, device=CPU).angles(batch.positions_N, dtype)
+    work = Blocks(dtype, rows, bias=bias, norms=norms)
+    fused_x, fused_kv, is_one_call = work.run(CpuBackend(fused_kernels()))
+    single_x, single_kv, is_one_call_too = work.run(OneByOne(fused_kernels()))
+    assert (is_one_call, is_one_call_too) == (True, False)
+    assert torch.equal(fused_x, single_x)
+    assert torch.equal(fused_kv, single_kv)
+
+
+@pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 230), (1, 1), (2, 4)]])
+def test_the_number_of_threads_changes_no_bit(dtype, rows):
+    work = Blocks(dtype, rows, bias=True, norms=True)
+    logits = PanelLinear(torch.randn(97, 64).to(dtype), kernels=fused_kernels())
+    before = torch.get_num_threads()
     results = []
-    for backend, pool in zip((CpuBackend(kernels), OneByOne(kernels)), pools, strict=True):
-        pool._all.copy_(filled)
-        out = x.clone()
-        plan = backend.plan(replace(batch), table)
-        delta = run_blocks(blocks, out, angles, backend=backend, plan=plan, pool=pool)
-        assert (delta is None) == (type(backend) is CpuBackend)
-        results.append((out if delta is None else out + delta, pool._all))
-    for fused, single in zip(*results, strict=True):
-        assert torch.equal(fused, single)
-    assert not torch.equal(results[0][0], x)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            x, kv, _ = work.run(CpuBackend(fused_kernels()))
+            results.append((x, kv, logits(x)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            assert torch.equal(got, wanted)
 
 
 def test_blocks_of_other_widths_run_one_by_one(dtype):
