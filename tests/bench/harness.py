@@ -20,6 +20,10 @@ import torch
 from runtime.linear import LinearMaker
 
 
+class NotHereError(Exception):
+    """What a benchmark needs is not on this machine; the text says how to get it."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Medians over rounds; ``limit`` in units per second, ``share`` from each round's own limit."""

@@ -7,11 +7,9 @@ this cannot show.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +26,7 @@ from runtime.models.base import Model
 from runtime.models.loader import Target
 from runtime.request import Request
 from tests.bench.harness import BenchResult
-from tests.bench.spec import DEFAULT_HEAD
+from tests.bench.spec import bench_head
 
 NEW_TOKENS = 48
 ROUNDS = 3
@@ -72,7 +70,7 @@ def run(target: Target, *, batch: int, k: int) -> BenchResult:
     """Greedy steps of ``batch`` requests with ``k`` drafted tokens (0: plain) beside plain ones."""
     subject = Subject(
         target_path=target.path,
-        head_path=Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD)),
+        head_path=bench_head("MTP_BENCH_HEAD"),
         runtime_dtype=target.model.dtype,
         engine_config=EngineConfig(),
         device=torch.device("cpu"),

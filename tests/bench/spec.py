@@ -23,12 +23,15 @@ from mtp_train.validate.measure import make_requests
 from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, median
 from mtp_train.validate.subject import Subject
 from runtime.config import EngineConfig
+from runtime.head_spec import CONFIG_NAME
 from runtime.models.loader import Target
 from runtime.request import Request
-from tests.bench.harness import BenchResult
+from tests.bench.harness import BenchResult, NotHereError
 
-DEFAULT_HEAD = Path("runs/long/head")
-DEFAULT_HOT_HEAD = Path("runs/long/hot_vocab/8192")
+_HEADS = {
+    "MTP_BENCH_HEAD": ("runs/long/head", "make demo recipe=long trains it"),
+    "MTP_BENCH_HOT_HEAD": ("runs/long/hot_vocab/8192", "mtp hot-vocab recipe=long writes it"),
+}
 NEW_TOKENS = 128
 COST_TOKENS = 33
 REPEATS = 3
@@ -42,9 +45,7 @@ def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> Be
     """
     what = f"tree{tree_nodes}" if tree_nodes else f"k{k}"
     name = f"spec_b1_hot_{what}" if hot else f"spec_b1_{what}"
-    head = Path(os.environ.get("MTP_BENCH_HEAD", DEFAULT_HEAD))
-    if hot:
-        head = Path(os.environ.get("MTP_BENCH_HOT_HEAD", DEFAULT_HOT_HEAD))
+    head = bench_head("MTP_BENCH_HOT_HEAD" if hot else "MTP_BENCH_HEAD")
     config = EngineConfig()
     if tree_nodes:
         config = replace(config, schedule="fixed_tree", tree_nodes=tree_nodes)
@@ -100,6 +101,15 @@ def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> Be
         command=f"make bench BENCH={name}",
         note=note,
     )
+
+
+def bench_head(variable: str) -> Path:
+    """The head that ``variable`` names, or its default. Raises :class:`NotHereError`."""
+    default, how = _HEADS[variable]
+    path = Path(os.environ.get(variable, default))
+    if not (path / CONFIG_NAME).is_file():
+        raise NotHereError(f"{variable}={path}: no head there; {how}")
+    return path
 
 
 def measure_cost(subject: Subject, requests: Sequence[Request], k: int) -> CostModel:

@@ -19,24 +19,21 @@ from runtime.engine import Engine
 from runtime.models.loader import Target
 from runtime.request import Request, SamplingParams
 from tests.bench.decode import NEW_TOKENS, bench_prompts, step_limit
-from tests.bench.harness import BenchResult, interleave
+from tests.bench.harness import BenchResult, NotHereError, interleave
 
 DEFAULT_PYTHON = Path(".venv-vllm/bin/python")
-HOW = "make interop installs vLLM there"
 MAX_MODEL_LEN = 512
-
-
-def interpreter() -> Path:
-    return Path(os.environ.get("MTP_BENCH_VLLM", DEFAULT_PYTHON))
 
 
 class VllmPeer:
     """A running `vllm_peer.py`; leave the context to end it."""
 
     def __init__(self, target: Target, *, batch: int) -> None:
-        python = interpreter()
+        python = Path(os.environ.get("MTP_BENCH_VLLM", DEFAULT_PYTHON))
         if not python.is_file():
-            raise FileNotFoundError(f"MTP_BENCH_VLLM={python}: no such interpreter; {HOW}")
+            raise NotHereError(
+                f"MTP_BENCH_VLLM={python}: no such interpreter; make interop installs vLLM"
+            )
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed on leaving
         self._process = subprocess.Popen(
             [
