@@ -130,10 +130,10 @@ class Answering:
         return pool_acceptance([generation], self.k)
 
 
-def _measured_k(head_path: Path, has_head: bool) -> int | None:
+def _measured_k(head_path: Path) -> int | None:
     """What the ladder found fastest with this head, where it has been run."""
     file = head_path / PARITY_NAME
-    return fastest_k(read_json(file)) if has_head and file.is_file() else None
+    return fastest_k(read_json(file)) if file.is_file() else None
 
 
 def open_answering(config: Config, prompt: str) -> Answering:
@@ -159,8 +159,10 @@ def open_answering(config: Config, prompt: str) -> Answering:
         draft_model = open_draft_model(config, target, tokenizer)
     has_head = bool(settings.head or config.validate.head) or (head_path / CONFIG_NAME).is_file()
     k = 0
-    if has_head or draft_model:
-        k = settings.k or _measured_k(head_path, has_head) or config.validate.k
+    if draft_model is not None:  # the head's figures say nothing of it
+        k = settings.k or config.validate.k
+    elif has_head:
+        k = settings.k or _measured_k(subject.head_path) or config.validate.k
     limit, whose = target.config.max_position_embeddings, "target"
     if draft_model is not None and draft_model.config.max_position_embeddings < limit:
         limit, whose = draft_model.config.max_position_embeddings, "draft model"

@@ -116,6 +116,7 @@ def test_the_draft_length_is_what_was_measured_unless_one_is_asked_for(place: Pa
     try:
         assert open_answering(make_config(place), "Hi").k == 2
         assert open_answering(make_config(place, k=4), "Hi").k == 4
+        assert open_answering(make_config(place, draft_layers=[0]), "Hi").k == 3
     finally:
         file.unlink()
 
