@@ -187,6 +187,15 @@ class KVPool:
         advise_huge_pages(self._all)
         self.k, self.v = (list(part.unbind()) for part in self._all)
 
+    def store(
+        self, layer: int, slots_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the rows' K and V of one layer; returns all K and V of that layer."""
+        keys, values = self.k[layer], self.v[layer]
+        keys.index_copy_(0, slots_N, k_NGC)
+        values.index_copy_(0, slots_N, v_NGC)
+        return keys, values
+
     def move(self, from_slots_M: torch.Tensor, to_slots_M: torch.Tensor) -> None:
         """Copy K and V of these slots, all layers; reads everything before it writes anything."""
         self._all.index_copy_(2, to_slots_M, self._all.index_select(2, from_slots_M))

@@ -87,9 +87,7 @@ class FlashInferBackend(AttentionBackend):
         k_NGC: torch.Tensor,
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
-        keys, values = pool.k[layer], pool.v[layer]
-        keys.index_copy_(0, plan.write_slots_N, k_NGC)
-        values.index_copy_(0, plan.write_slots_N, v_NGC)
+        keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
         page_size = plan.layout.page_size
         if plan.xqa is not None:
             assert self._xqa is not None

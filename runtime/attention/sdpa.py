@@ -105,14 +105,13 @@ class SdpaBackend(AttentionBackend):
     ) -> torch.Tensor:
         if isinstance(plan, TreePlan):
             return run_tree(plan, pool, layer, q_NHC, k_NGC, v_NGC)
-        keys, values = pool.k[layer], pool.v[layer]
         if plan.write_start is not None:
+            keys, values = pool.k[layer], pool.v[layer]
             stop = plan.write_start + k_NGC.shape[0]
             keys[plan.write_start : stop] = k_NGC
             values[plan.write_start : stop] = v_NGC
         else:
-            keys.index_copy_(0, plan.write_slots_N, k_NGC)
-            values.index_copy_(0, plan.write_slots_N, v_NGC)
+            keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
         out_NHC = q_NHC.new_empty(q_NHC.shape)
         for group in plan.groups:
             q_rows = q_NHC if group.rows_BS is None else q_NHC.index_select(0, group.rows_BS)

@@ -68,9 +68,7 @@ def run_tree(
     v_NGC: torch.Tensor,
 ) -> torch.Tensor:
     """Store the rows' K/V and attend; ``[N, H, C]``."""
-    keys, values = pool.k[layer], pool.v[layer]
-    keys.index_copy_(0, plan.write_slots_N, k_NGC)
-    values.index_copy_(0, plan.write_slots_N, v_NGC)
+    keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
     count, _, num_rows, _, block_len = plan.visible_B1S1J.shape
     _, num_heads, width = q_NHC.shape
     num_kv_heads = keys.shape[1]
