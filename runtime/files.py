@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def replace_atomic(file: Path, write: Callable[[Path], object]) -> None:
     The mode is that of any new file, whatever ``write`` gave it: some libraries write files that
     only their owner can read.
     """
-    staged = file.with_name(f"{STAGED_PREFIX}{os.getpid()}-{file.name}")
+    writer = f"{os.getpid()}-{threading.get_ident()}"  # no other one stages under this name
+    staged = file.with_name(f"{STAGED_PREFIX}{writer}-{file.name}")
     try:
         staged.touch()
         mode = staged.stat().st_mode

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,20 @@ def test_a_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
 
     replace_atomic(tmp_path / "head", write_private)
     assert (tmp_path / "head").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_threads_that_write_one_file_do_not_share_what_they_stage(tmp_path: Path) -> None:
+    both_write = threading.Barrier(2, timeout=10)
+
+    def write(text: str) -> None:
+        def stage(staged: Path) -> None:
+            staged.write_text(text)
+            both_write.wait()
+
+        replace_atomic(tmp_path / "shared", stage)
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(write, ["one", "two"]):
+            pass
+    assert (tmp_path / "shared").read_text() in ("one", "two")
+    assert [file.name for file in tmp_path.iterdir()] == ["shared"]
