@@ -54,6 +54,7 @@ class HeadConfig:
     """The head to train. Dimensions come from the target."""
 
     kind: Literal["mtp", "eagle"] = "mtp"  # eagle: EAGLE-1 as published, the rest has one value
+    num_layers: Literal[1, 2] = 1  # decoder layers behind the projection
     init: Literal["random", "last_layer"] = "random"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"

@@ -120,6 +120,7 @@ class ConfigError(ValueError):
 
 _EAGLE: Mapping[str, Any] = MappingProxyType(
     {
+        "head.num_layers": 1,
         "head.concat": "embedding_hidden",
         "head.recycle": "pre_norm",
         "head.first_embedding_mask": False,

@@ -64,6 +64,7 @@ EAGLE_FIELDS: Mapping[str, Any] = MappingProxyType(
         "logits_from": "pre_norm",
         "first_embedding_mask": False,
         "position_offset": 0,
+        "num_layers": 1,
     }
 )
 """What ``kind=eagle`` means; its projection may have a bias or none."""
@@ -122,8 +123,8 @@ class HeadSpec:
             raise ValueError(
                 f"head version={self.version}: this build reads version {SPEC_VERSION}"
             )
-        if self.num_layers != 1:
-            raise ValueError(f"head num_layers={self.num_layers}: only 1 is supported")
+        if self.num_layers not in (1, 2):
+            raise ValueError(f"head num_layers={self.num_layers}: must be 1 or 2")
         if self.kind == "eagle":
             self._check_eagle()
         if self.num_heads % self.num_kv_heads:
@@ -151,18 +152,19 @@ class HeadSpec:
             shapes["enorm.weight"] = (width,)
         if self.norms.hnorm:
             shapes["hnorm.weight"] = (width,)
-        layer = "layers.0."
-        if self.norms.input:
-            shapes[layer + "input_layernorm.weight"] = (width,)
-        shapes[layer + "self_attn.q_proj.weight"] = (q_dim, width)
-        shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, width)
-        shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, width)
-        shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
-        if self.norms.post_attention:
-            shapes[layer + "post_attention_layernorm.weight"] = (width,)
-        shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
-        shapes[layer + "mlp.up_proj.weight"] = (inner, width)
-        shapes[layer + "mlp.down_proj.weight"] = (width, inner)
+        for index in range(self.num_layers):
+            layer = layer_prefix(index)
+            if self.norms.input:
+                shapes[layer + "input_layernorm.weight"] = (width,)
+            shapes[layer + "self_attn.q_proj.weight"] = (q_dim, width)
+            shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, width)
+            shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, width)
+            shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
+            if self.norms.post_attention:
+                shapes[layer + "post_attention_layernorm.weight"] = (width,)
+            shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
+            shapes[layer + "mlp.up_proj.weight"] = (inner, width)
+            shapes[layer + "mlp.down_proj.weight"] = (width, inner)
         if self.norms.final:
             shapes["norm.weight"] = (width,)
         if self.draft_vocab is not None:
@@ -184,6 +186,11 @@ class HeadSpec:
         if isinstance(raw, dict) and raw.get("version") == 1:  # what came later has one meaning
             raw = raw | {"version": SPEC_VERSION, "projection_bias": False}
         return _from_mapping(cls, raw, source)
+
+
+def layer_prefix(index: int) -> str:
+    """What the names of decoder layer ``index``'s tensors begin with."""
+    return f"layers.{index}."
 
 
 def _from_mapping(cls: type[Any], raw: Any, where: str) -> Any:

@@ -74,8 +74,9 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
     parameters = _count(model.tensor_shapes())
     width = model.hidden_size
     kv_layer = 2 * model.kv_dim * dtype.itemsize
-    # One decoder layer behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
-    head_parameters = _count(model.block_shapes()) + 2 * width * width + 3 * width
+    layers = config.head.num_layers
+    # Decoder layers behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
+    head_parameters = layers * _count(model.block_shapes()) + 2 * width * width + 3 * width
     slots = config.runtime.num_pages * config.runtime.page_size
     features = {
         codec: estimate_size([1000] * 1000, hidden_size=width, codec=codec).num_bytes
@@ -86,8 +87,8 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
         parameters=parameters,
         weights=parameters * dtype.itemsize,
         kv_target=kv_layer * model.num_layers,
-        kv_head=kv_layer,
-        kv_pool=kv_layer * (model.num_layers + 1) * slots,
+        kv_head=kv_layer * layers,
+        kv_pool=kv_layer * (model.num_layers + layers) * slots,
         head_parameters=head_parameters,
         head_weights=head_parameters * dtype.itemsize,
         features=features,

@@ -175,6 +175,7 @@ def refuse_uncarried(spec: HeadSpec, *, drop_draft_vocab: bool) -> None:
         if not is_present:
             raise ValueError(f"head norms.{name}=false: the mimo layout has all five norms")
     fixed: tuple[tuple[str, Any, Any], ...] = (
+        ("num_layers", spec.num_layers, 1),
         ("block", spec.block, "llama"),
         ("hidden_source", spec.hidden_source, "g"),
         ("norm_form", spec.norm_form, "w"),

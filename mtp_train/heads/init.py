@@ -2,8 +2,8 @@
 
 ``random``: truncated normal with the target's own ``initializer_range``, norms at one, a bias at
 zero.
-``last_layer``: the target's last decoder layer, its final norm as the head's final norm, and an
-``eh_proj`` that passes the hidden state through unchanged.
+``last_layer``: the target's last decoder layer (its last two), its final norm as the head's final
+norm, and an ``eh_proj`` that passes the hidden state through unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Literal
 import torch
 
 from mtp_train.config import HeadConfig
-from runtime.head_spec import HeadSpec, NormPlacement
+from runtime.head_spec import HeadSpec, NormPlacement, layer_prefix
 from runtime.models.config import ModelConfig
 
 TensorReader = Callable[[str], torch.Tensor]
-
-_LAYER = "layers.0."
 
 
 def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str) -> HeadSpec:
@@ -41,6 +39,7 @@ def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str)
         rope=target.rope,
         norm_eps=target.norm_eps,
         target_fingerprint=fingerprint,
+        num_layers=config.num_layers,
         concat=config.concat,
         recycle=config.recycle,
         first_embedding_mask=config.first_embedding_mask,
@@ -86,10 +85,12 @@ def _copy_last_layer(
     num_target_layers: int,
     read_target: TensorReader,
 ) -> None:
-    prefix = f"model.layers.{num_target_layers - 1}."
-    for name in tensors:
-        if name.startswith(_LAYER):
-            tensors[name] = read_target(prefix + name.removeprefix(_LAYER)).float().clone()
+    for index in range(spec.num_layers):
+        own = layer_prefix(index)
+        source = "model." + layer_prefix(num_target_layers - spec.num_layers + index)
+        for name in tensors:
+            if name.startswith(own):
+                tensors[name] = read_target(source + name.removeprefix(own)).float().clone()
     if spec.norms.final:
         tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
     width = spec.hidden_size

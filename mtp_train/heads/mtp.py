@@ -1,8 +1,8 @@
 """The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
 
-``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer -> final norm. Embedding and lm_head
-are the target's, frozen, and stay outside of this module. Parameter names are the spec's tensor
-names.
+``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer or two -> final norm. Embedding and
+lm_head are the target's, frozen, and stay outside of this module. Parameter names are the spec's
+tensor names.
 
 Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
 width, D model width, V vocabulary.
@@ -11,14 +11,14 @@ width, D model width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mtp_train.attention import AttentionPlan, prefix_chain_attention
+from mtp_train.attention import AttentionPlan, cut_queries, prefix_chain_attention
 from mtp_train.packing import HeadBatch
 from mtp_train.rows import take_rows
 from runtime.head_spec import HeadSpec, RopeSpec, check_head_tensors
@@ -101,6 +101,22 @@ def _norm(spec: HeadSpec, exists: bool, dtype: torch.dtype) -> nn.Module:
     )
 
 
+class _Cache:
+    """Keys and values of one layer: of every packed row, and of each row's own recycled steps."""
+
+    k_SGC: torch.Tensor
+    v_SGC: torch.Tensor
+
+    def __init__(self) -> None:
+        self.chain_k: list[torch.Tensor] = []
+        self.chain_v: list[torch.Tensor] = []
+
+    def extend(self, parent_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor) -> None:
+        """Go on with the rows that ``parent_N`` picks from the step before."""
+        self.chain_k = [take_rows(k, parent_N) for k in self.chain_k] + [k_NGC]
+        self.chain_v = [take_rows(v, parent_N) for v in self.chain_v] + [v_NGC]
+
+
 class MtpHead(nn.Module):
     """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
 
@@ -118,51 +134,75 @@ class MtpHead(nn.Module):
         self.eh_proj = nn.Linear(
             2 * spec.hidden_size, spec.hidden_size, bias=spec.projection_bias, dtype=dtype
         )
-        self.layers = nn.ModuleList([_DecoderLayer(spec, dtype)])
+        self.layers = nn.ModuleList([_DecoderLayer(spec, dtype) for _ in range(spec.num_layers)])
         self.norm = _norm(spec, spec.norms.final, dtype)
 
     def forward(self, batch: HeadBatch, embedding_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states."""
-        layer = self._layer
-        x_SD = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
-        normed_SD = layer.input_layernorm(x_SD)
-        k_SGC, v_SGC = self._keys_values(normed_SD, batch.positions_S)
+        caches = [_Cache() for _ in self.layers]
+        recycled = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         states: list[torch.Tensor] = []
-        chain_k: list[torch.Tensor] = []
-        chain_v: list[torch.Tensor] = []
-        recycled = x_SD
         for number, step in enumerate(batch.steps):
-            positions_N = batch.positions_S[step.rows_N] + number
+            plan = AttentionPlan(step.blocks, step.rows_N)
             if number == 0:
-                x_ND = take_rows(x_SD, step.rows_N)
-                normed_ND = take_rows(normed_SD, step.rows_N)
+                x_ND = self._first_pass(recycled, batch, plan, caches)
             else:
+                positions_N = batch.positions_S[step.rows_N] + number
                 x_ND = self._combine(
                     step.ids_N, take_rows(recycled, step.parent_N), positions_N, embedding_VD
                 )
-                normed_ND = layer.input_layernorm(x_ND)
-                k_NGC, v_NGC = self._keys_values(normed_ND, positions_N)
-                chain_k = [take_rows(k, step.parent_N) for k in chain_k] + [k_NGC]
-                chain_v = [take_rows(v, step.parent_N) for v in chain_v] + [v_NGC]
-            q_NHC = self._rotate(self._heads(layer.self_attn.q_proj(normed_ND)), positions_N)
-            mixed_NHC = prefix_chain_attention(
-                q_NHC,
-                k_SGC,
-                v_SGC,
-                AttentionPlan(step.blocks, step.rows_N),
-                chain_k_NJGC=torch.stack(chain_k, 1) if chain_k else None,
-                chain_v_NJGC=torch.stack(chain_v, 1) if chain_v else None,
-            )
-            x_ND = x_ND + layer.self_attn.o_proj(mixed_NHC.flatten(1))
-            x_ND = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
+                for layer, cache in zip(self._layers, caches, strict=True):
+                    normed_ND = layer.input_layernorm(x_ND)
+                    cache.extend(step.parent_N, *self._keys_values(layer, normed_ND, positions_N))
+                    x_ND = self._block(layer, x_ND, normed_ND, positions_N, plan, cache)
             normed_out = self.norm(x_ND)
             states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
             recycled = normed_out if self.spec.recycle == "post_norm" else x_ND
         return tuple(states)
 
+    def _first_pass(
+        self, x_SD: torch.Tensor, batch: HeadBatch, plan: AttentionPlan, caches: list[_Cache]
+    ) -> torch.Tensor:
+        """Step 0. Every row has keys in every layer, so all rows go through all layers but the
+        last, and the rows that are asked for through that one.
+        """
+        positions_S = batch.positions_S
+        for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            normed_SD = layer.input_layernorm(x_SD)
+            cache.k_SGC, cache.v_SGC = self._keys_values(layer, normed_SD, positions_S)
+            if number + 1 < len(caches):
+                rows_S = torch.arange(len(x_SD))
+                every = AttentionPlan(cut_queries(rows_S, batch.cu_seqlens), rows_S.to(x_SD.device))
+                x_SD = self._block(layer, x_SD, normed_SD, positions_S, every, cache)
+        x_ND, normed_ND = (take_rows(t, plan.rows_N) for t in (x_SD, normed_SD))
+        return self._block(layer, x_ND, normed_ND, positions_S[plan.rows_N], plan, cache)
+
+    def _block(
+        self,
+        layer: _DecoderLayer,
+        x_ND: torch.Tensor,
+        normed_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        plan: AttentionPlan,
+        cache: _Cache,
+    ) -> torch.Tensor:
+        attention = layer.self_attn
+        q_NHC = self._rotate(self._heads(attention.q_proj(normed_ND)), positions_N)
+        mixed_NHC = prefix_chain_attention(
+            q_NHC,
+            cache.k_SGC,
+            cache.v_SGC,
+            plan,
+            chain_k_NJGC=torch.stack(cache.chain_k, 1) if cache.chain_k else None,
+            chain_v_NJGC=torch.stack(cache.chain_v, 1) if cache.chain_v else None,
+        )
+        x_ND = x_ND + attention.o_proj(mixed_NHC.flatten(1))
+        out: torch.Tensor = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
+        return out
+
     @property
-    def _layer(self) -> _DecoderLayer:
-        return cast(_DecoderLayer, self.layers[0])
+    def _layers(self) -> Sequence[_DecoderLayer]:
+        return cast(Sequence[_DecoderLayer], self.layers)
 
     def export_tensors(self) -> dict[str, torch.Tensor]:
         """Detached parameters under the names and shapes of ``spec.tensor_shapes()``."""
@@ -194,9 +234,9 @@ class MtpHead(nn.Module):
         return out
 
     def _keys_values(
-        self, normed_ND: torch.Tensor, positions_N: torch.Tensor
+        self, layer: _DecoderLayer, normed_ND: torch.Tensor, positions_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = self._layer.self_attn
+        attention = layer.self_attn
         k_NGC = self._rotate(self._heads(attention.k_proj(normed_ND)), positions_N)
         return k_NGC, self._heads(attention.v_proj(normed_ND))
 

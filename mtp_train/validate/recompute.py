@@ -61,7 +61,7 @@ def _head_parts(schedule: MtpSchedule, state: RequestState) -> list[Part]:
     draft_TD = head.run(tokens[1 : length + 1], hidden_TD)
     return [
         *target.cache_parts("target", state.row, [-1]),
-        *head.cache_parts("draft", state.row, [0]),
+        *head.cache_parts("draft", state.row, range(len(head.pool.k))),
         ("relay hidden", schedule.hidden_RD[state.row], draft_TD[-1]),
         (
             "relay logits",

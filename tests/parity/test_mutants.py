@@ -307,16 +307,30 @@ def test_p2_sees_a_head_that_is_read_differently(tmp_path: Path, name: str) -> N
 
 
 def test_an_eagle_head_is_green(tmp_path: Path) -> None:
-    subject = make_subject(tmp_path, kind=MisreadSubject)
-    assert isinstance(subject, MisreadSubject)
-    spec = replace(subject.spec, kind="eagle", projection_bias=True, **EAGLE_FIELDS)
-    save_head(tmp_path / "eagle", spec, random_head_tensors(spec))
-    subject = replace(subject, head_path=tmp_path / "eagle", _contract=None, _heads={})
+    subject = with_head(tmp_path, kind="eagle", projection_bias=True, **EAGLE_FIELDS)
     assert p2.check(subject, SEQUENCES, k=3).passed
     assert climb_p3(subject).passed
     assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
     subject.overrides = (("kind", "mtp"), ("first_embedding_mask", True))
     assert not p2.check(subject, SEQUENCES, k=3).passed
+
+
+def test_a_head_of_two_layers_is_green(tmp_path: Path) -> None:
+    subject = with_head(tmp_path, num_layers=2)
+    assert p2.check(subject, SEQUENCES, k=3).passed
+    assert climb_p3(subject).passed
+    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
+    subject.overrides = (("recycle", "pre_norm"),)
+    assert not p2.check(subject, SEQUENCES, k=3).passed
+
+
+def with_head(tmp_path: Path, **changes: Any) -> MisreadSubject:
+    """A subject whose head is another than the usual one."""
+    subject = make_subject(tmp_path, kind=MisreadSubject)
+    assert isinstance(subject, MisreadSubject)
+    spec = replace(subject.spec, **changes)
+    save_head(tmp_path / "other", spec, random_head_tensors(spec))
+    return replace(subject, head_path=tmp_path / "other", _contract=None, _heads={})
 
 
 def test_p2_needs_chained_steps_to_see_the_recycle_rule(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The MTP head: ``eh_proj([enorm(e); hnorm(h)])`` → one decoder layer → final norm → the target's
-``lm_head``. Norms may be missing.
+"""The MTP head: ``eh_proj([enorm(e); hnorm(h)])`` → one decoder layer or two → final norm → the
+target's ``lm_head``. Norms may be missing.
 
 Row ``i`` of a batch takes hidden state ``g_i`` (``batch.hidden_ND``) and the *already shifted* id
 ``t_{i+1}`` (``batch.input_ids_N``) at position ``i``, and predicts ``t_{i+2}``. Everything that
@@ -18,16 +18,21 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
-from runtime.head_spec import HeadSpec, check_head_tensors
+from runtime.head_spec import HeadSpec, check_head_tensors, layer_prefix
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, norm_weight, run_blocks
+from runtime.layers import (
+    BlockShape,
+    DecoderBlock,
+    RotaryEmbedding,
+    TensorSource,
+    norm_weight,
+    run_blocks,
+)
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight
 from runtime.parallel_layers import RowParallelLinear, vocabulary_of
 from runtime.sharding import portion_shard, share_block
-
-_LAYER = "layers.0."
 
 
 class MtpHead(DraftModel):
@@ -74,36 +79,10 @@ class MtpHead(DraftModel):
         )
         self.projection_bias = take("eh_proj.bias") if spec.projection_bias else None
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
-        share = share_block(
-            {
-                name.removeprefix(_LAYER): shape
-                for name, shape in spec.tensor_shapes().items()
-                if name.startswith(_LAYER)
-            },
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            group=group,
-        )
-
-        def take_share(name: str) -> torch.Tensor:
-            whole = take(_LAYER + name)
-            return share.shards[name].cut(whole) if name in share.shards else whole
-
-        self.block = DecoderBlock(
-            BlockShape(
-                num_heads=len(share.heads.query),
-                num_kv_heads=len(share.heads.kv),
-                head_dim=spec.head_dim,
-                norm_eps=spec.norm_eps,
-            ),
-            take_share,
-            share.shapes,
-            ops=target.ops,
-            make_linear=make_linear,
-            group=group,
-            plus_one_norms=plus_one,
-        )
+        self.blocks = [
+            _make_block(spec, take, target, prefix=layer_prefix(index))
+            for index in range(spec.num_layers)
+        ]
         self.draft_vocab_ids: torch.Tensor | None = None
         self.vocabulary, self.lm_head = target.vocabulary, target.lm_head
         if spec.draft_vocab is not None:
@@ -114,9 +93,9 @@ class MtpHead(DraftModel):
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
-            num_layers=1,
+            num_layers=len(self.blocks),
             num_slots=num_slots,
-            num_kv_heads=self.block.shape.num_kv_heads,
+            num_kv_heads=self.blocks[0].shape.num_kv_heads,
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device,
@@ -150,7 +129,7 @@ class MtpHead(DraftModel):
         if self.projection_bias is not None:  # whole on every rank: added to the sum, once
             x_ND.add_(self.projection_bias)
         angles = self.rotary.angles(positions_N, self.dtype)
-        delta_ND = run_blocks([self.block], x_ND, angles, backend=backend, plan=plan, pool=pool)
+        delta_ND = run_blocks(self.blocks, x_ND, angles, backend=backend, plan=plan, pool=pool)
         if self.spec.recycle == "post_norm" and self.final_norm is not None:
             return ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
         return x_ND if delta_ND is None else x_ND.add_(delta_ND)
@@ -169,6 +148,39 @@ class MtpHead(DraftModel):
         if self.final_norm is None or is_normed or self.spec.logits_from == "pre_norm":
             return hidden_MD
         return self._target.ops.add_rms_norm(hidden_MD.contiguous(), None, self.final_norm)
+
+
+def _make_block(
+    spec: HeadSpec, take: TensorSource, target: LlamaModel, *, prefix: str
+) -> DecoderBlock:
+    """This rank's part of one decoder layer."""
+    shapes = spec.tensor_shapes()
+    share = share_block(
+        {name.removeprefix(prefix): s for name, s in shapes.items() if name.startswith(prefix)},
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        group=target.group,
+    )
+
+    def take_share(name: str) -> torch.Tensor:
+        whole = take(prefix + name)
+        return share.shards[name].cut(whole) if name in share.shards else whole
+
+    return DecoderBlock(
+        BlockShape(
+            num_heads=len(share.heads.query),
+            num_kv_heads=len(share.heads.kv),
+            head_dim=spec.head_dim,
+            norm_eps=spec.norm_eps,
+        ),
+        take_share,
+        share.shapes,
+        ops=target.ops,
+        make_linear=target.make_linear,
+        group=target.group,
+        plus_one_norms=spec.norm_form == "1+w",
+    )
 
 
 def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:

@@ -60,6 +60,7 @@ VARIANTS = {
     "no_post_attention_norm": {"norms": NormPlacement(post_attention=False)},
     "no_final_norm": {"norms": NormPlacement(final=False)},
     "bias": {"projection_bias": True},
+    "two_layers": {"num_layers": 2},
     "eagle": {"kind": "eagle", **EAGLE_FIELDS},
     "eagle_bias": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
 }
@@ -96,21 +97,24 @@ class Reference:
 
     def __init__(self, spec: HeadSpec, tensors: dict[str, torch.Tensor], hf: torch.nn.Module):
         self.spec, self.tensors, self.hf = spec, tensors, hf
-        self.layer = LlamaDecoderLayer(hf.config, layer_idx=0).eval()
-        self.layer.self_attn.config._attn_implementation = "eager"
-        prefix = "layers.0."
-        plus = 1.0 if spec.norm_form == "1+w" else 0.0
+        self.layers = [self.make_layer(f"layers.{index}.") for index in range(spec.num_layers)]
+        self.rotary = LlamaRotaryEmbedding(hf.config)
+
+    def make_layer(self, prefix: str) -> torch.nn.Module:
+        layer = LlamaDecoderLayer(self.hf.config, layer_idx=0).eval()
+        layer.self_attn.config._attn_implementation = "eager"
+        plus = 1.0 if self.spec.norm_form == "1+w" else 0.0
         state = {
             name.removeprefix(prefix): t + plus * ("norm" in name)
-            for name, t in tensors.items()
+            for name, t in self.tensors.items()
             if name.startswith(prefix)
         }
-        self.layer.load_state_dict(state, strict=False)
-        if not spec.norms.input:
-            self.layer.input_layernorm = torch.nn.Identity()
-        if not spec.norms.post_attention:
-            self.layer.post_attention_layernorm = torch.nn.Identity()
-        self.rotary = LlamaRotaryEmbedding(hf.config)
+        layer.load_state_dict(state, strict=False)
+        if not self.spec.norms.input:
+            layer.input_layernorm = torch.nn.Identity()
+        if not self.spec.norms.post_attention:
+            layer.post_attention_layernorm = torch.nn.Identity()
+        return layer
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if name not in self.tensors:
@@ -134,13 +138,15 @@ class Reference:
         count = len(ids)
         positions = torch.arange(count)[None] + self.spec.position_offset
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-        out = self.layer(
-            x[None],
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=self.rotary(x[None], positions),
-        )
-        pre = (out[0] if isinstance(out, tuple) else out).reshape(count, -1)
+        pre = x
+        for layer in self.layers:
+            out = layer(
+                pre[None],
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=self.rotary(x[None], positions),
+            )
+            pre = (out[0] if isinstance(out, tuple) else out).reshape(count, -1)
         post = self.norm(pre, "norm.weight")
         recycled = post if self.spec.recycle == "post_norm" else pre
         source = post if self.spec.logits_from == "post_norm" else pre
@@ -149,7 +155,7 @@ class Reference:
 
 @pytest.mark.parametrize("field", EAGLE_FIELDS)
 def test_eagle_is_eagle_as_published(field):
-    others = {"position_offset": 1, "concat": "hidden_embedding"}
+    others = {"position_offset": 1, "concat": "hidden_embedding", "num_layers": 2}
     other = others.get(field, getattr(BASE, field))
     with pytest.raises(ValueError, match=rf"head {field}=.*kind=eagle is EAGLE-1 as published"):
         dataclasses.replace(BASE, kind="eagle", **{**EAGLE_FIELDS, field: other})

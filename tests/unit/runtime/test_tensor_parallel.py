@@ -202,8 +202,13 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
         assert any(step.num_accepted for one in spread for step in one.steps)
 
 
-def test_an_eagle_head_with_its_bias_drafts_as_on_one_rank(tmp_path: Path) -> None:
-    case = make_case(tmp_path, "even", kind="eagle", projection_bias=True, **EAGLE_FIELDS)
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}],
+    ids=["eagle with a bias", "two layers"],
+)
+def test_another_head_drafts_as_on_one_rank(changes: dict[str, Any], tmp_path: Path) -> None:
+    case = make_case(tmp_path, "even", **changes)
     requests = make_requests(6, temperature=0.9, ignore_eos=True)
     alone = make_engine(case, case.whole, draft=True).generate(requests)
     assert any(step.num_accepted for one in alone for step in one.steps)
@@ -410,7 +415,7 @@ def ignore_pages(engine: Engine, group: ThreadGroup) -> None:
 def forget_the_draft(engine: Engine, group: ThreadGroup) -> None:
     """Rank 1 adds nothing to the head's attention."""
     if not group.is_leader:
-        out = engine.schedule.head.block.out  # type: ignore[attr-defined]
+        out = engine.schedule.head.blocks[0].out  # type: ignore[attr-defined]
         out.linear = PlainLinear(torch.zeros_like(out.dense_weight()))
 
 

@@ -92,8 +92,15 @@ def test_output_and_state_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("shape", ["fixed", "dynamic"])
-def test_trees_of_an_eagle_head_are_its_own_and_exact(target: Target, shape: str) -> None:
-    head = random_head(target, kind="eagle", projection_bias=True, **EAGLE_FIELDS)
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}],
+    ids=["eagle with a bias", "two layers"],
+)
+def test_trees_of_another_head_are_its_own_and_exact(
+    target: Target, changes: dict[str, Any], shape: str
+) -> None:
+    head = random_head(target, **changes)
     requests = make_requests(ignore_eos=True, max_tokens=24, temperature=0.9)
     engine = tree_engine(target, shape, draft=head)
     got = run_stepwise(engine, requests, after_step=check_draft_state)

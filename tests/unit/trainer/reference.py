@@ -100,7 +100,7 @@ class StepwiseHead:
 
     def row(self, hidden, token, position, cache):
         """Append this row's K/V to ``cache`` and return (state for logits, recycled state)."""
-        spec, w, layer = self.spec, self.w, "layers.0."
+        spec, w = self.spec, self.w
         e = self.embedding[token]
         if spec.first_embedding_mask and position == 0:
             e = torch.zeros_like(e)
@@ -108,6 +108,14 @@ class StepwiseHead:
         if spec.concat == "hidden_embedding":
             parts.reverse()
         x = w["eh_proj.weight"] @ torch.cat(parts) + w.get("eh_proj.bias", 0.0)
+        for number in range(spec.num_layers):
+            x = self.layer(x, f"layers.{number}.", position, cache.setdefault(number, []))
+        final = self.norm(x, "norm.weight")
+        state = final if spec.logits_from == "post_norm" else x
+        return state, final if spec.recycle == "post_norm" else x
+
+    def layer(self, x, layer, position, cache):
+        spec, w = self.spec, self.w
         a = self.norm(x, layer + "input_layernorm.weight")
         heads = {
             n: (w[f"{layer}self_attn.{n}_proj.weight"] @ a).view(-1, spec.head_dim) for n in "qkv"
@@ -124,15 +132,14 @@ class StepwiseHead:
         x = x + w[layer + "self_attn.o_proj.weight"] @ torch.cat(mixed)
         m = self.norm(x, layer + "post_attention_layernorm.weight")
         gate = F.silu(w[layer + "mlp.gate_proj.weight"] @ m)
-        x = x + w[layer + "mlp.down_proj.weight"] @ (gate * (w[layer + "mlp.up_proj.weight"] @ m))
-        final = self.norm(x, "norm.weight")
-        state = final if spec.logits_from == "post_norm" else x
-        return state, final if spec.recycle == "post_norm" else x
+        return x + w[layer + "mlp.down_proj.weight"] @ (
+            gate * (w[layer + "mlp.up_proj.weight"] @ m)
+        )
 
     def unroll(self, sample: TinySample, start: int, num_steps: int) -> list[torch.Tensor]:
         """States of ``num_steps`` chained steps from ``start``: a cache of rows ``<= start``, then
         recycled rows on top of it."""
-        cache: list = []
+        cache: dict = {}
         for i in range(start + 1):
             state, recycled = self.row(sample.hidden[i], sample.input_ids[i + 1], i, cache)
         states = [state]

@@ -38,6 +38,7 @@ SPECS = {
         "norms": NormPlacement(enorm=False, hnorm=False, input=False, final=False),
     },
     "bias": {"projection_bias": True},
+    "two layers": {"num_layers": 2},
     "eagle": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
 }
 
@@ -63,8 +64,9 @@ def test_packed_unroll_equals_stepwise_decode_with_a_cache(changes):
     assert compared == sum(step.rows_N.numel() for step in batch.steps)
 
 
-def test_only_needed_rows_give_the_same_states_as_all_rows():
-    spec = tiny_spec()
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_only_needed_rows_give_the_same_states_as_all_rows(num_layers):
+    spec = tiny_spec(num_layers=num_layers)
     head, embedding = random_head(spec), random_embedding(spec)
     samples = [random_sample(spec, 40, seed=1, mask="spans"), random_sample(spec, 90, seed=2)]
     sparse, full = (pack(samples, num_steps=3, every_row=every) for every in (False, True))
@@ -80,8 +82,9 @@ def test_only_needed_rows_give_the_same_states_as_all_rows():
     assert sparse.steps[0].rows_N.numel() < full.steps[0].rows_N.numel()
 
 
-def test_gradients_of_the_unroll_equal_those_of_plain_autograd():
-    spec = tiny_spec()
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_gradients_of_the_unroll_equal_those_of_plain_autograd(num_layers):
+    spec = tiny_spec(num_layers=num_layers)
     head, embedding = random_head(spec), random_embedding(spec)
     sample = random_sample(spec, 11, seed=5)
     batch = pack([sample], num_steps=3, every_row=True)
@@ -224,9 +227,13 @@ def test_random_start_has_the_targets_spread_and_depends_on_the_seed_alone():
     assert all(torch.equal(t, tensors[n]) for n, t in _fresh(spec, "random").items())
 
 
-@pytest.mark.parametrize("concat", ["embedding_hidden", "hidden_embedding"])
-def test_last_layer_start_runs_the_targets_last_layer_on_the_hidden_state(concat):
-    spec = tiny_spec(concat=concat, norms=NormPlacement(enorm=False, hnorm=False))
+@pytest.mark.parametrize(
+    ("concat", "num_layers"), [("embedding_hidden", 1), ("hidden_embedding", 2)]
+)
+def test_last_layer_start_runs_the_targets_last_layers_on_the_hidden_state(concat, num_layers):
+    spec = tiny_spec(
+        concat=concat, num_layers=num_layers, norms=NormPlacement(enorm=False, hnorm=False)
+    )
     source = random_head(spec, seed=9).export_tensors()
     asked = []
 
@@ -234,7 +241,8 @@ def test_last_layer_start_runs_the_targets_last_layer_on_the_hidden_state(concat
         asked.append(name)
         if name == "model.norm.weight":
             return source["norm.weight"].bfloat16()
-        return source[name.replace("model.layers.3.", "layers.0.")].bfloat16()
+        own = name.replace("model.layers.3.", f"layers.{num_layers - 1}.")
+        return source[own.replace("model.layers.2.", "layers.0.")].bfloat16()
 
     tensors = _fresh(spec, "last_layer", read_target)
     assert "model.layers.3.mlp.down_proj.weight" in asked
