@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 
+MOST_BEST, MOST_ROWS = 8, 4  # of best_outputs
 MAX_GROUP = 96  # query heads per key/value head that the attention kernel's tile holds
 
 _SUFFIXES = MappingProxyType({torch.float32: "f32", torch.bfloat16: "bf16"})
@@ -24,6 +26,7 @@ _SIGNATURES = MappingProxyType(
         "argmax": (_P, _P, _L, _L),
         "attend": (_P, _P, _P, _L, _L, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F, _P),
         "linear": (_P, _P, _P, _P, _L, _L, _L),
+        "best_outputs": (_P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _P),
         "blocks": (
             *(_P, _L, _P, _L, _L, _L, _P, _P, _L, _P),
             *(_P, _P, _L, _P, _L, _L, _L, _L, _F, _P),
@@ -42,6 +45,17 @@ class BlockPointers(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True)
+class Screen:
+    """``Screen`` of csrc/screen.h: a linear's weights in int8. O is padded to whole panels."""
+
+    panels_PW16: torch.Tensor  # int32, four inputs a word
+    scale_O: torch.Tensor  # float32: weights are about scale * int8
+    sums_O: torch.Tensor  # float32: of the int8
+    slack_O: torch.Tensor  # float32: an output is off by at most slack * |row|
+    outputs: int
+
+
 class CpuKernels(BlockOps):
     """The compiled library. Float32 and bfloat16, contiguous inner dimensions, CPU tensors."""
 
@@ -57,10 +71,15 @@ class CpuKernels(BlockOps):
             dtype: bool(getattr(library, f"has_products_{suffix}")())
             for dtype, suffix in _SUFFIXES.items()
         }
+        self._has_screen = bool(library.has_screen())
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`linear` and :meth:`run_blocks` are at home on this processor."""
         return self._products.get(dtype, False)
+
+    def has_screen(self, dtype: torch.dtype) -> bool:
+        """Whether :meth:`best_outputs` can be called."""
+        return self._has_screen and self.has_products(dtype)
 
     def add_rms_norm(
         self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight
@@ -190,6 +209,38 @@ class CpuKernels(BlockOps):
             outputs,
         )
         return out_MO
+
+    def best_outputs(
+        self, x_MI: torch.Tensor, panels_PW16: torch.Tensor, screen: Screen, *, count: int
+    ) -> torch.Tensor:
+        """The ``count`` best outputs of :meth:`linear` without a bias, int64 ``[M, count]``.
+
+        The best is first, the lowest output on a tie. At most ``MOST_ROWS`` rows and ``MOST_BEST``
+        outputs; :class:`runtime.screened_linear.ScreenedLinear` makes the screen.
+        """
+        rows, inputs = x_MI.shape
+        assert x_MI.is_contiguous(), "x must be contiguous"
+        assert inputs * x_MI.element_size() == 4 * panels_PW16.shape[1], "x and weights differ"
+        assert rows <= MOST_ROWS
+        assert 1 <= count <= min(MOST_BEST, screen.outputs)
+        ids = torch.empty(rows, count, dtype=torch.int64)
+        padded = screen.slack_O.shape[0]
+        scratch = torch.empty(rows * (padded + inputs // 2), dtype=torch.int32)
+        self._functions["best_outputs", x_MI.dtype](
+            x_MI.data_ptr(),
+            panels_PW16.data_ptr(),
+            screen.panels_PW16.data_ptr(),
+            screen.scale_O.data_ptr(),
+            screen.sums_O.data_ptr(),
+            screen.slack_O.data_ptr(),
+            ids.data_ptr(),
+            rows,
+            inputs,
+            screen.outputs,
+            count,
+            scratch.data_ptr(),
+        )
+        return ids
 
     def run_blocks(
         self,

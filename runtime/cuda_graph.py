@@ -28,7 +28,6 @@ from runtime.batch import BatchMode, ForwardBatch, upload
 from runtime.draft_vocab import to_target_ids
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import DraftModel, Model
-from runtime.sampling import best_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +210,7 @@ class _LoopInputs:
     """Of S requests and the K - 1 draft rows of each: the relay state, positions and slots."""
 
     hidden_SD: torch.Tensor
-    logits_SV: torch.Tensor
+    columns_S1: torch.Tensor
     positions_KS: torch.Tensor
     slots_KS: torch.Tensor
 
@@ -247,13 +246,14 @@ class DraftLoopGraphs:
     def propose(
         self,
         hidden_BD: torch.Tensor,
-        logits_BV: torch.Tensor,
+        columns_B1: torch.Tensor,
         *,
         table_rows: Sequence[int],
         starts: Sequence[int],
         k: int,
     ) -> torch.Tensor | None:
-        """K target ids ``[B, K]`` from the relay state; draft row j goes to slot ``start + j``.
+        """K target ids ``[B, K]`` from the relay's states and best columns; draft row j goes to
+        slot ``start + j``.
 
         ``None``: a K or a size that is not recorded (K is less than usual near a length limit).
         """
@@ -273,7 +273,7 @@ class DraftLoopGraphs:
         slots_KB = self._layouts.table.host_slots_RT[np.asarray(table_rows), positions_KB]
         given = _LoopInputs(
             hidden_BD,
-            logits_BV,
+            columns_B1,
             upload(torch.from_numpy(positions_KB), hidden_BD.device),
             upload(torch.from_numpy(slots_KB), hidden_BD.device),
         )
@@ -292,7 +292,7 @@ class DraftLoopGraphs:
         size, steps = layouts[0].num_requests, len(layouts)
         inputs = _LoopInputs(
             given.hidden_SD.new_zeros(size, given.hidden_SD.shape[1]),
-            given.logits_SV.new_zeros(size, given.logits_SV.shape[1]),
+            given.columns_S1.new_zeros(size, 1),
             given.positions_KS.new_zeros(steps, size),
             given.slots_KS.new_zeros(steps, size),
         )
@@ -302,7 +302,7 @@ class DraftLoopGraphs:
         )
 
         def body() -> torch.Tensor:
-            state_SD, ids_S = inputs.hidden_SD, self._choose(inputs.logits_SV)
+            state_SD, ids_S = inputs.hidden_SD, self._token_ids(inputs.columns_S1)
             drafts = [ids_S]
             for step, plan in enumerate(plans):
                 batch = ForwardBatch(
@@ -317,7 +317,7 @@ class DraftLoopGraphs:
                     attention_plan=plan,
                 )
                 state_SD = self._head.forward(batch, self._layouts.table, self._pool)
-                ids_S = self._choose(self._head.logits(state_SD))
+                ids_S = self._token_ids(self._head.best_columns(state_SD, 1))
                 drafts.append(ids_S)
             return torch.stack(drafts, 1)
 
@@ -329,13 +329,13 @@ class DraftLoopGraphs:
     def _fill(self, inputs: _LoopInputs, given: _LoopInputs) -> None:
         count = len(given.hidden_SD)
         inputs.hidden_SD[:count].copy_(given.hidden_SD)
-        inputs.logits_SV[:count].copy_(given.logits_SV)
+        inputs.columns_S1[:count].copy_(given.columns_S1)
         inputs.positions_KS[:, :count].copy_(given.positions_KS)
         inputs.slots_KS[:, :count].copy_(given.slots_KS)
         inputs.slots_KS[:, count:].fill_(self._layouts.dummy_slot)
 
-    def _choose(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        return to_target_ids(best_tokens(logits_SV), self._head.draft_vocab_ids)
+    def _token_ids(self, columns_S1: torch.Tensor) -> torch.Tensor:
+        return to_target_ids(columns_S1[:, 0], self._head.draft_vocab_ids)
 
 
 def graph_attention(model: Model) -> GraphAttention:

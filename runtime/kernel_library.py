@@ -26,6 +26,7 @@ from runtime.cpu_kernels import CpuKernels
 from runtime.fused_block import fuse_block
 from runtime.ops import NormWeight, RotaryAngles, TorchOps
 from runtime.panel_linear import PanelLinear
+from runtime.screened_linear import ScreenedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,9 @@ def _try_kernels(
         linear = PanelLinear(weight, bias, kernels=kernels)
         yield linear(x), F.linear(x.float(), weight.float(), bias)
         yield from _try_block(kernels, dtype)
+        if kernels.has_screen(dtype):
+            plain = PanelLinear(weight, kernels=kernels)
+            yield ScreenedLinear(plain).best(x, 2), plain(x).topk(2).indices
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ class PanelLinear(Linear):
         return weight_OI.shape[1] % _per_word(weight_OI.dtype) == 0
 
     @property
+    def kernels(self) -> CpuKernels:
+        return self._kernels
+
+    @property
     def panels(self) -> torch.Tensor:
         return self._panels_PW16
 

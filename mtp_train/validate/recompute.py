@@ -63,12 +63,16 @@ def _head_parts(schedule: MtpSchedule, state: RequestState) -> list[Part]:
         *target.cache_parts("target", state.row, [-1]),
         *head.cache_parts("draft", state.row, range(len(head.pool.k))),
         ("relay hidden", schedule.hidden_RD[state.row], draft_TD[-1]),
-        (
-            "relay logits",
-            schedule.logits_RV[state.row],
-            schedule.head.logits(draft_TD[-1:])[0],
-        ),
+        _relay_part(schedule, state.row, draft_TD[-1:]),
     ]
+
+
+def _relay_part(schedule: MtpSchedule, row: int, fresh_1D: torch.Tensor) -> Part:
+    """Logits, or the logits of the columns that are held beside those of the best."""
+    held_X, logits_W = schedule.drawn_from_RX[row], schedule.head.logits(fresh_1D)[0]
+    if not schedule.num_choices:
+        return "relay logits", held_X, logits_W
+    return "relay choice", logits_W[held_X], logits_W.topk(len(held_X)).values
 
 
 @torch.inference_mode()

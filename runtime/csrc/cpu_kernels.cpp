@@ -1,10 +1,11 @@
 // Fused CPU kernels of the decoder: residual + RMSNorm, rotary embedding, SiLU * up, arg-max, paged
-// attention, packed linears, and whole decoder blocks. Plain C interface, called through ctypes
+// attention, packed linears and their best outputs, and whole decoder blocks. Plain C interface, called through ctypes
 // (runtime/cpu_kernels.py); no torch headers, so that compiling takes seconds.
 //
 // Shapes: N rows, H query heads, G key/value heads, C head width.
 
 #include "block.h"
+#include "screen.h"
 
 namespace {
 
@@ -48,6 +49,13 @@ void blocks(const Block* const* block, long num_blocks, T* x, long n, long d, lo
                        long inputs, long outputs) {                                               \
     linear<WordOf_##SUFFIX, T>(x, weight, bias, out, n, inputs, outputs);                         \
   }                                                                                               \
+  void best_outputs_##SUFFIX(const T* x, const uint32_t* weight, const uint32_t* screen_weight,   \
+                             const float* scale, const float* sums, const float* slack,           \
+                             int64_t* ids, long rows, long inputs, long outputs, long count,      \
+                             uint32_t* scratch) {                                                 \
+    best_outputs<WordOf_##SUFFIX, T>(x, weight, {screen_weight, scale, sums, slack, inputs / 4},  \
+                                     ids, rows, inputs, outputs, (int)count, scratch);            \
+  }                                                                                               \
   void blocks_##SUFFIX(const Block* const* block, long num_blocks, T* x, long n, long d,          \
                        long inner, const T* cos, const T* sin, long angle_stride,                 \
                        const int64_t* write_slots, T* pool_k, T* pool_v, long layer_stride,       \
@@ -74,6 +82,14 @@ int has_products_f32() {
 
 int has_products_bf16() {
 #if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+int has_screen() {
+#if defined(__AVX512VNNI__)
   return 1;
 #else
   return 0;

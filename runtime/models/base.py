@@ -54,3 +54,13 @@ class DraftModel(Model):
     draft_vocab_ids: (
         torch.Tensor | None
     )  # int64 [draft_vocab_size] target ids; None: full vocabulary
+
+    def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
+        """The ``count`` best columns of :meth:`logits`, int64 ``[M, count]``, best first.
+
+        The best of all is the lowest column on a tie, as :meth:`argmax` has it.
+        """
+        logits_MW = self.logits(hidden_MD)
+        if count == 1:
+            return self.argmax(logits_MW)[:, None]
+        return logits_MW.topk(count, dim=-1).indices

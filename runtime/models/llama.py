@@ -9,6 +9,8 @@ Shape legend: N rows, M selected rows, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from runtime.attention.base import AttentionBackend
@@ -29,6 +31,7 @@ from runtime.models.config import ModelConfig
 from runtime.ops import BlockOps
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
+from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import share_block
 
 
@@ -120,6 +123,13 @@ class LlamaModel(Model):
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, V]`` in the model's dtype. Callers select rows first: V is large."""
         return self.vocabulary.gather(self.lm_head(hidden_MD))
+
+    @functools.cached_property
+    def screened_head(self) -> ScreenedLinear | None:
+        """``lm_head`` for drafts that ask for its best outputs alone, where that pays; made once,
+        at the first head.
+        """
+        return ScreenedLinear.of(self.lm_head) if self.group.world_size == 1 else None
 
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self.ops.argmax(logits_MV)

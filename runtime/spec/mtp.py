@@ -2,10 +2,10 @@
 
 Let L be the committed length: target K/V of tokens ``0..L-1`` are final and ``t_L`` is sampled but
 not processed. Draft row i pairs ``g_i`` with ``t_{i+1}`` and lives at slot i, so the draft has L
-final rows too; its row L-1 consumed ``t_L`` and left the relay state: logits for ``t_{L+1}`` and a
-hidden state.
+final rows too; its row L-1 consumed ``t_L`` and left the relay state: a hidden state, and what
+``t_{L+1}`` is drafted from: logits where drafts are sampled, the best columns where they are not.
 
-    propose   d1 = draw(relay logits); draft row L: (relay hidden, d1) -> d2; row L+1 -> d3 ...
+    propose   d1 from the relay; draft row L: (relay hidden, d1) -> d2; row L+1 -> d3 ...
     target    rows L..L+K   over [t_L, d1 .. dK]
     verify    e = 1..K+1 tokens emitted, the last is the target's own
     extend    draft rows L..L+K over [d1 .. dK, *] with the new token at row e-1, hidden = the
@@ -16,7 +16,7 @@ With K = 1 (the single-token schedule) there is no draft row between proposal an
 information is made once for the 2 B rows of both models, and the device never waits for the host.
 
 Shape legend: B requests, K drafts, N rows, D model width, V vocabulary, W draft vocabulary (V
-without a list of ids), R table rows.
+without a list of ids), X what drafts are drawn from (W logits, or the best columns), R table rows.
 """
 
 from __future__ import annotations
@@ -51,17 +51,27 @@ class MtpSchedule(PlainSchedule):
         transfer: HostTransfer,
         verify: VerifyMode,
         draft_mode: DraftMode,
+        num_choices: int | None = None,
     ) -> None:
+        """``num_choices``: best columns that a proposal draws from, 0: whole logits (default: one,
+        or logits where drafts are sampled).
+        """
         super().__init__(target, num_rows=num_rows, transfer=transfer)
         assert isinstance(draft.model, DraftModel)
         self.draft = draft
         self.head: DraftModel = draft.model
         self.verify = verify
         self.draft_mode = draft_mode
+        if num_choices is None:
+            num_choices = 1 if draft_mode == "argmax" else 0
+        self.num_choices = num_choices
         head, device = self.head, self.device
         self.hidden_RD = torch.zeros(num_rows, head.width, dtype=head.dtype, device=device)
-        self.logits_RV = torch.zeros(
-            num_rows, head.draft_vocab_size, dtype=head.dtype, device=device
+        self.drawn_from_RX = torch.zeros(
+            num_rows,
+            num_choices or head.draft_vocab_size,
+            dtype=torch.int64 if num_choices else head.dtype,
+            device=device,
         )
 
     def enqueue(self, plan: StepPlan) -> PendingStep:
@@ -132,12 +142,12 @@ class MtpSchedule(PlainSchedule):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K drafted ids ``[B, K]``; for sampled drafts also their q, ``[B, K, V]``."""
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BW = self.logits_RV.index_select(0, rows_B)
+        drawn_from_BX = self.drawn_from_RX.index_select(0, rows_B)
         table_rows = [work.state.row for work in works]
         starts = [work.start for work in works]
         if self.draft.draft_loop is not None and self.draft_mode == "argmax":
             draft_ids_BK = self.draft.draft_loop.propose(
-                hidden_BD, logits_BW, table_rows=table_rows, starts=starts, k=k
+                hidden_BD, drawn_from_BX, table_rows=table_rows, starts=starts, k=k
             )
             if draft_ids_BK is not None:
                 return draft_ids_BK, None
@@ -156,14 +166,25 @@ class MtpSchedule(PlainSchedule):
                     hidden_ND=hidden_BD,
                 )
                 hidden_BD = self.draft.forward(batch)
-                logits_BW = self.head.logits(hidden_BD)
-            positions = [start + 1 + step for start in starts]
-            columns_B, probs_BW = draw_draft(logits_BW, sampling, positions, self.draft_mode)
+                drawn_from_BX = self.look(hidden_BD)
+            if self.num_choices:
+                columns_B = drawn_from_BX[:, 0]
+            else:
+                positions = [start + 1 + step for start in starts]
+                columns_B, probs_BW = draw_draft(
+                    drawn_from_BX, sampling, positions, self.draft_mode
+                )
+                if probs_BW is not None:
+                    probs.append(self._to_target_probs(probs_BW))
             drafts.append(self._to_target_ids(columns_B))
             self.agree(drafts[-1])
-            if probs_BW is not None:
-                probs.append(self._to_target_probs(probs_BW))
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
+
+    def look(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """What drafts are drawn from, ``[M, X]``, of states that the head returned."""
+        if self.num_choices:
+            return self.head.best_columns(hidden_MD, self.num_choices)
+        return self.head.logits(hidden_MD)
 
     def run_draft(
         self, batch: ForwardBatch, shifted_ids_N: torch.Tensor, hidden_ND: torch.Tensor
@@ -199,7 +220,7 @@ class MtpSchedule(PlainSchedule):
 
     def _set_relay(self, rows_B: torch.Tensor, hidden_BD: torch.Tensor) -> None:
         self.hidden_RD.index_copy_(0, rows_B, hidden_BD)
-        self.logits_RV.index_copy_(0, rows_B, self.head.logits(hidden_BD))
+        self.drawn_from_RX.index_copy_(0, rows_B, self.look(hidden_BD))
 
     def _to_target_ids(self, columns_B: torch.Tensor) -> torch.Tensor:
         return to_target_ids(columns_B, self.head.draft_vocab_ids)

@@ -25,7 +25,7 @@ import torch
 
 from runtime.batch import BatchMode, build_batch, build_tree_batch, upload_ids
 from runtime.config import EngineConfig
-from runtime.models.base import DraftModel
+from runtime.models.base import DraftModel, Model
 from runtime.scheduler import StepPlan, Work
 from runtime.spec.base import PendingStep, Runner, WorkResult
 from runtime.spec.mtp import MtpSchedule
@@ -71,6 +71,7 @@ class TreeSchedule(MtpSchedule):
             transfer=transfer,
             verify=config.verify,
             draft_mode="argmax",
+            num_choices=_num_choices(config, draft.model),
         )
         self._config = config
         self._growers: dict[int, Grower] = {}  # by depth: the model's length limit clips it
@@ -185,13 +186,21 @@ class TreeSchedule(MtpSchedule):
                 hidden_BSD=rows.hidden_BSD,
             )
             hidden_ND = self.draft.forward(batch)
-            logits_NV = self.head.logits(hidden_ND)
-            return hidden_ND.view(count, num_rows, -1), logits_NV.view(count, num_rows, -1)
+            drawn_from_NX = self.look(hidden_ND)
+            return hidden_ND.view(count, num_rows, -1), drawn_from_NX.view(count, num_rows, -1)
 
         hidden_BD = self.hidden_RD.index_select(0, rows_B)
-        logits_BV = self.logits_RV.index_select(0, rows_B)
-        tree = grower.grow(hidden_BD, logits_BV, run_level)
+        drawn_from_BX = self.drawn_from_RX.index_select(0, rows_B)
+        tree = grower.grow(hidden_BD, drawn_from_BX, run_level)
         return DraftTree(self._to_target_ids(tree.ids_BN), tree.parents_BN, tree.depths_BN)
+
+
+def _num_choices(config: EngineConfig, head: Model) -> int:
+    """A fixed tree ranks candidates, a dynamic one needs their probabilities."""
+    assert isinstance(head, DraftModel)
+    if config.schedule == "dynamic_tree":
+        return 0
+    return min(len(config.tree_rates), head.draft_vocab_size)
 
 
 def _with_root(depths_BN: torch.Tensor) -> torch.Tensor:

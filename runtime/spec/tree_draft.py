@@ -11,7 +11,7 @@ Two ways to choose: :class:`FixedGrower` fills a shape that is known beforehand 
 and keeps the best N of all (EAGLE-2).
 
 Shape legend: B requests, N nodes, S rows of a level, J rows of all levels so far, P candidates per
-level, A all candidates, D model width, W draft vocabulary.
+level, A all candidates, D model width, W draft vocabulary, X what candidates are chosen from.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class LevelRows:
 
 
 RunLevel = Callable[[int, LevelRows], tuple[torch.Tensor, torch.Tensor]]
-"""(depth of the candidates, rows) -> states ``[B, S, D]`` and logits ``[B, S, W]``."""
+"""(depth of the candidates, rows) -> states ``[B, S, D]`` and what their children are chosen from:
+the best columns, best first, for a fixed tree; logits ``[B, S, W]`` for a dynamic one.
+"""
 
 
 class Grower(ABC):
@@ -61,13 +63,13 @@ class Grower(ABC):
 
     @abstractmethod
     def grow(
-        self, hidden_BD: torch.Tensor, logits_BW: torch.Tensor, run_level: RunLevel
+        self, hidden_BD: torch.Tensor, drawn_from_BX: torch.Tensor, run_level: RunLevel
     ) -> DraftTree:
         """Grow from the relay state. Ids are those of the draft vocabulary. Never waits."""
 
 
 class FixedGrower(Grower):
-    """Every request gets the same shape; candidates are ranked by the head's logits."""
+    """Every request gets the same shape, filled with the best columns of each state."""
 
     def __init__(self, shape: TreeShape, *, device: torch.device) -> None:
         self.shape = shape
@@ -108,13 +110,13 @@ class FixedGrower(Grower):
             rows_above = expanded
 
     def grow(
-        self, hidden_BD: torch.Tensor, logits_BW: torch.Tensor, run_level: RunLevel
+        self, hidden_BD: torch.Tensor, drawn_from_BX: torch.Tensor, run_level: RunLevel
     ) -> DraftTree:
         count = hidden_BD.shape[0]
-        states_BSD, logits_BSW = hidden_BD[:, None], logits_BW[:, None]
+        states_BSD, columns_BSX = hidden_BD[:, None], drawn_from_BX[:, None]
         chosen = []
         for depth, level in enumerate(self._levels, start=1):
-            ids_BSP = logits_BSW.topk(level.width, dim=-1).indices
+            ids_BSP = columns_BSX[..., : level.width]
             ids_BP = ids_BSP.flatten(1).index_select(1, level.picks_P)
             chosen.append(ids_BP)
             if depth == len(self._levels):
@@ -124,7 +126,7 @@ class FixedGrower(Grower):
                 hidden_BSD=states_BSD.index_select(1, level.above_S),
                 visible_BSJ=level.visible_SJ.expand(count, -1, -1),
             )
-            states_BSD, logits_BSW = run_level(depth, rows)
+            states_BSD, columns_BSX = run_level(depth, rows)
         return DraftTree(
             ids_BN=torch.cat(chosen, 1),
             parents_BN=self._parents_1N.repeat(count, 1),
@@ -167,10 +169,10 @@ class DynamicGrower(Grower):
         self._depths_A = upload(torch.tensor(depths), device)
 
     def grow(
-        self, hidden_BD: torch.Tensor, logits_BW: torch.Tensor, run_level: RunLevel
+        self, hidden_BD: torch.Tensor, drawn_from_BX: torch.Tensor, run_level: RunLevel
     ) -> DraftTree:
         k, count, device = self.top_k, hidden_BD.shape[0], hidden_BD.device
-        ids, scores = top_candidates(logits_BW[:, None], k)
+        ids, scores = top_candidates(drawn_from_BX[:, None], k)
         all_ids, all_scores = [ids.flatten(1)], [scores.flatten(1)]
         all_parents = [torch.full((count, k), -1, device=device)]  # candidate index; -1: root
         # The expanded candidates of the level: all of the first one.

@@ -90,6 +90,7 @@ class MtpHead(DraftModel):
             self.vocabulary = vocabulary_of(spec.draft_vocab.size, group)
             rows_WD = target.head_rows(self.draft_vocab_ids)
             self.lm_head = make_linear(self.vocabulary.shard.cut(rows_WD), None)
+        self._screened = target.screened_head if self.lm_head is target.lm_head else None
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
@@ -138,6 +139,15 @@ class MtpHead(DraftModel):
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, W]`` of rows that ``forward`` returned."""
         return self.vocabulary.gather(self.lm_head(self.state_for_logits(hidden_MD)))
+
+    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
+        return self._target.argmax(logits_MV)
+
+    @torch.inference_mode()
+    def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
+        if self._screened is None or not self._screened.pays(len(hidden_MD), count):
+            return super().best_columns(hidden_MD, count)
+        return self._screened.best(self.state_for_logits(hidden_MD), count)
 
     def state_for_logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """What ``lm_head`` reads, from rows that ``forward`` returned.

@@ -135,7 +135,7 @@ def test_a_reduced_draft_vocabulary_is_mapped_within_the_loop(tmp_path: Path) ->
     head = engine.schedule.head
     head.draft_vocab_ids = ids
     loop = engine.schedule.draft.draft_loop
-    assert loop._choose(torch.eye(4)).tolist() == ids.tolist()
+    assert loop._token_ids(torch.arange(4)[:, None]).tolist() == ids.tolist()
 
 
 def test_captured_states_survive_the_next_replay(plain_target: Target, target: Target) -> None:
@@ -264,7 +264,7 @@ def do_not_copy_the_relay_state(monkeypatch: pytest.MonkeyPatch) -> None:
         if id(inputs) in seen:
             given = type(given)(
                 inputs.hidden_SD[: len(given.hidden_SD)],
-                inputs.logits_SV[: len(given.logits_SV)],
+                inputs.columns_S1[: len(given.columns_S1)],
                 given.positions_KS,
                 given.slots_KS,
             )

@@ -281,6 +281,8 @@ def test_a_reduced_head_is_not_reduced_again(target: Target, tmp_path: Any) -> N
 
 
 def test_relay_logits_have_one_column_per_id(target: Target) -> None:
-    engine = make_engine(target, hot_head(target), num_draft_tokens=1)
+    engine = make_engine(
+        target, hot_head(target), num_draft_tokens=1, verify="rejection", draft_mode="sample"
+    )
     assert isinstance(engine.schedule, MtpSchedule)
-    assert engine.schedule.logits_RV.shape == (4, len(IDS))
+    assert engine.schedule.drawn_from_RX.shape == (4, len(IDS))

@@ -276,7 +276,8 @@ class Recompute:
         schedule = engine.schedule
         assert isinstance(schedule, MtpSchedule)
         close(schedule.hidden_RD[row], drafted[-1])
-        close(schedule.logits_RV[row], self.head.logits(drafted[-1:])[0])
+        logits = self.head.logits(drafted[-1:])[0]
+        close(logits[schedule.drawn_from_RX[row]], logits.max()[None])
         assert int(schedule.last_ids_R[row]) == tokens[length]
         for share, other in zip(self._shares, engines, strict=True):
             theirs = other.schedule

@@ -147,7 +147,18 @@ def test_ties_between_parent_and_child_never_orphan_a_node() -> None:
 def grow(grower: FixedGrower | DynamicGrower, head: TableHead, *, requests: int) -> DraftTree:
     hidden = torch.stack([head.state(b, ()) for b in range(requests)])
     logits = torch.stack([head.logits(b, ()) for b in range(requests)])
-    return grower.grow(hidden, logits, head.run_level)
+    if isinstance(grower, DynamicGrower):
+        return grower.grow(hidden, logits, head.run_level)
+
+    def run_level(depth: int, rows: LevelRows) -> tuple[torch.Tensor, torch.Tensor]:
+        states, logits = head.run_level(depth, rows)
+        return states, best(logits)
+
+    return grower.grow(hidden, best(logits), run_level)
+
+
+def best(logits: torch.Tensor) -> torch.Tensor:
+    return logits.topk(len(RATES), dim=-1).indices
 
 
 def check_rows(grower: FixedGrower | DynamicGrower, head: TableHead, tree: DraftTree) -> None:
