@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             "target": fingerprint,
             "features": samples.manifest.fingerprint.digest(),
             "tokens": _content(config, token_set),
-            "head": {
-                "kind": config.head.kind,
-                "init": config.head.init,
-                "concat": config.head.concat,
-                "recycle": config.head.recycle,
-                "first_embedding_mask": config.head.first_embedding_mask,
-            },
+            "head": asdict(config.head),
         },
     )
     return inputs, validator
