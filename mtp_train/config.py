@@ -15,6 +15,7 @@ from data_prep.config import DataConfig
 from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
+BUILT_IN_INITS = ("random", "last_layer")  # of head.init; anything else is a directory
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class HeadConfig:
 
     kind: Literal["mtp", "eagle"] = "mtp"  # eagle: EAGLE-1 as published, the rest has one value
     num_layers: Literal[1, 2] = 1  # decoder layers behind the projection
-    init: Literal["random", "last_layer"] = "random"
+    init: str = "random"  # random, last_layer, or a native head directory to go on from
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     first_embedding_mask: bool = True

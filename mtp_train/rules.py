@@ -15,7 +15,7 @@ from typing import Any
 
 from data_prep.addresses import check_url, check_variable
 from data_prep.builtin import BUILTIN_SETS
-from mtp_train.config import Config
+from mtp_train.config import BUILT_IN_INITS, Config
 
 Number = int | float
 Rule = tuple[tuple[str, ...], Callable[[Number], bool], str]
@@ -164,6 +164,12 @@ def _check_data(config: Config) -> None:
 
 
 def _check_head(config: Config) -> None:
+    init = config.head.init
+    if init not in BUILT_IN_INITS and not Path(init).is_dir():
+        raise ConfigError(
+            f"head.init={init!r}: must be {', '.join(BUILT_IN_INITS)} or a head directory "
+            "(runs/<name>/head)"
+        )
     if config.head.kind != "eagle":
         return
     for path, value in _EAGLE.items():

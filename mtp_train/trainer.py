@@ -15,11 +15,11 @@ import torch
 from data_prep.token_set import TokenSet, load_token_set
 from mtp_train.answer_tokens import count_answer_tokens, covered_share, most_frequent
 from mtp_train.checkpoint import Observer
-from mtp_train.config import Config
+from mtp_train.config import BUILT_IN_INITS, Config
 from mtp_train.distributed import ProcessGroup, run_on_leader
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
-from mtp_train.heads.init import initialise, make_head_spec
+from mtp_train.heads.init import initialise, make_head_spec, read_initial_head
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.targets import open_target
@@ -27,6 +27,8 @@ from mtp_train.train_loop import Trainer, TrainInputs, ignore
 from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, set_threads
+from runtime.files import sha256_file
+from runtime.head_spec import WEIGHTS_NAME
 from runtime.models.config import load_config
 from runtime.models.loader import (
     Checkpoint,
@@ -126,14 +128,20 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
                 sum(shared.values()),
             )
     spec = make_head_spec(config.head, target_config, fingerprint=fingerprint)
-    initial = initialise(
-        spec,
-        method=config.head.init,
-        seed=derive_seed(config.seed, "head", config.head.init),
-        initializer_range=_initializer_range(directory),
-        num_target_layers=target_config.num_layers,
-        read_target=read_target,
-    )
+    method = config.head.init
+    start: dict[str, Any] = {"head": asdict(config.head)}
+    if method in BUILT_IN_INITS:
+        initial = initialise(
+            spec,
+            method=method,
+            seed=derive_seed(config.seed, "head", method),
+            initializer_range=_initializer_range(directory),
+            num_target_layers=target_config.num_layers,
+            read_target=read_target,
+        )
+    else:
+        initial = read_initial_head(Path(method), spec)
+        start["initial_weights"] = sha256_file(Path(method) / WEIGHTS_NAME)
     kept = None
     if config.loss.sub_vocab_size:
         kept = frequent_answer_ids(
@@ -152,7 +160,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             "target": fingerprint,
             "features": samples.manifest.fingerprint.digest(),
             "tokens": _content(config, token_set),
-            "head": asdict(config.head),
+            **start,
         },
     )
     return inputs, validator

@@ -4,19 +4,23 @@
 zero.
 ``last_layer``: the target's last decoder layer (its last two), its final norm as the head's final
 norm, and an ``eh_proj`` that passes the hidden state through unchanged.
+A directory: the weights of a head of the same shape, which training goes on from.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Literal
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
 from mtp_train.config import HeadConfig
-from runtime.head_spec import HeadSpec, NormPlacement, layer_prefix
+from runtime.head_spec import HeadSpec, NormPlacement, layer_prefix, load_head
 from runtime.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 TensorReader = Callable[[str], torch.Tensor]
 
@@ -52,7 +56,7 @@ def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str)
 def initialise(
     spec: HeadSpec,
     *,
-    method: Literal["random", "last_layer"],
+    method: str,
     seed: int,
     initializer_range: float,
     num_target_layers: int,
@@ -61,7 +65,7 @@ def initialise(
     """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
 
     ``read_target`` returns a tensor of the target's checkpoint by its Hugging Face name; it is only
-    called for ``last_layer``. The values depend on ``seed`` and the tensors' names alone.
+    called for ``last_layer``, the other ``method`` is ``random``. The values depend on ``seed`` and the tensors' names alone.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -77,6 +81,30 @@ def initialise(
     if method == "last_layer":
         _copy_last_layer(spec, tensors, num_target_layers, read_target)
     return tensors
+
+
+def read_initial_head(path: Path, spec: HeadSpec) -> dict[str, torch.Tensor]:
+    """fp32 tensors of the native head in ``path``. Raises ``ValueError`` naming what differs from
+    ``spec``; a head of another target is taken with a warning.
+    """
+    found, tensors = load_head(path)
+    if found.target_fingerprint != spec.target_fingerprint:
+        logger.warning(
+            "head.init=%s: trained for another target (fingerprint %s…); its acceptance says "
+            "nothing of this one",
+            path,
+            found.target_fingerprint[:12],
+        )
+    found = replace(found, target_fingerprint=spec.target_fingerprint)
+    there, wanted = asdict(found), asdict(spec)
+    differing = [
+        f"{key}={there[key]!r}, not {wanted[key]!r}" for key in wanted if there[key] != wanted[key]
+    ]
+    if differing:
+        raise ValueError(
+            f"head.init={path}: the head there has {'; '.join(differing)}; set head.* to what it is"
+        )
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def _copy_last_layer(

@@ -284,3 +284,24 @@ def test_another_validation_split_is_refused(trained, tmp_path):
     )
     with pytest.raises(ValueError, match=r"tokens\.validation was"):
         run_training(other, group=SingleProcessGroup(torch.device("cpu")))
+
+
+def test_training_goes_on_from_a_head(trained, tmp_path, caplog):
+    config, run, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    spec, tensors = load_head(run / "head")
+
+    def start_from(path, **changes):
+        head = dataclasses.replace(config.head, init=str(path), **changes)
+        return open_inputs(dataclasses.replace(config, head=head), group=group)[0]
+
+    inputs = start_from(run / "head")
+    assert all(torch.equal(tensors[name].float(), inputs.initial[name]) for name in tensors)
+    save_head(tmp_path / "other", dataclasses.replace(spec, target_fingerprint="0" * 64), tensors)
+    assert start_from(tmp_path / "other").spec.target_fingerprint == spec.target_fingerprint
+    assert "trained for another target" in caplog.text
+    bumped = {name: tensor + 1 for name, tensor in tensors.items()}
+    save_head(tmp_path / "bumped", spec, bumped)
+    assert start_from(tmp_path / "bumped").fingerprint != inputs.fingerprint
+    with pytest.raises(ValueError, match=r"head\.init=.*num_layers=1, not 2"):
+        start_from(run / "head", num_layers=2)

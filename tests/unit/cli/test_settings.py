@@ -164,6 +164,7 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"generate\.head=h with generate\.draft_model: one of them drafts",
         ),
         ({"runtime.schedule": "draft_target"}, r"schedule=draft_target: name the model"),
+        ({"head.init": "nowhere"}, r"head\.init='nowhere': must be random, last_layer or a head"),
         (
             {"head.kind": "eagle"},
             r"head\.recycle=post_norm with head\.kind=eagle: .* has pre_norm; .* head=eagle",
