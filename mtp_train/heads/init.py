@@ -65,7 +65,8 @@ def initialise(
     """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
 
     ``read_target`` returns a tensor of the target's checkpoint by its Hugging Face name; it is only
-    called for ``last_layer``, the other ``method`` is ``random``. The values depend on ``seed`` and the tensors' names alone.
+    called for ``last_layer``; the other ``method`` is ``random``. The values depend on ``seed`` and
+    the tensors' names alone.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
