@@ -24,6 +24,8 @@ from runtime.ops import BlockOps, NormWeight, RotaryAngles
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import RowParallelLinear
 
+_FIRST_POSITIONS = 1024  # whose angles are computed at once
+
 TensorSource = Callable[[str], torch.Tensor]  # hands over one tensor by name, once
 
 
@@ -71,9 +73,26 @@ class RotaryEmbedding:
 
     def __init__(self, spec: RopeSpec, head_dim: int, *, device: torch.device) -> None:
         self._inverse = rope_inverse_frequencies(spec, head_dim).to(device)
+        self._tables: dict[torch.dtype, RotaryAngles] = {}
 
     def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
-        """Angles in float32, rounded to ``dtype`` once per batch (as transformers does)."""
+        """Angles in float32, rounded to ``dtype`` once per batch (as transformers does).
+
+        On a CPU, where a step pays for every operator, they are looked up: the table holds the
+        positions seen so far, rounded up to a power of two.
+        """
+        if not positions_N.is_cpu or not len(positions_N):
+            return self._compute(positions_N, dtype)
+        longest = int(positions_N.max()) + 1
+        table = self._tables.get(dtype)
+        if table is None or len(table.cos_NC) < longest:
+            size = max(_FIRST_POSITIONS, 1 << (longest - 1).bit_length())
+            table = self._tables[dtype] = self._compute(torch.arange(size), dtype)
+        return RotaryAngles(
+            table.cos_NC.index_select(0, positions_N), table.sin_NC.index_select(0, positions_N)
+        )
+
+    def _compute(self, positions_N: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
         angle = positions_N.to(torch.float32)[:, None] * self._inverse
         cos, sin = angle.cos(), angle.sin()
         return RotaryAngles(

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
 from runtime import kernel_library
 from runtime.head_spec import RopeSpec
 from runtime.kernel_library import load_kernels
-from runtime.layers import RotaryEmbedding, norm_weight
+from runtime.layers import RotaryEmbedding, norm_weight, rope_inverse_frequencies
 from runtime.ops import BlockOps, TorchOps
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels, kernel_cache
 
@@ -170,3 +170,14 @@ def test_a_kernel_that_does_nothing_is_found_before_it_is_used(name, dtype, monk
     with caplog.at_level(logging.WARNING):
         assert load_kernels(kernel_cache()) is None
     assert "disagree with torch" in caplog.text
+
+
+def test_looked_up_angles_are_those_of_their_positions():
+    spec = RopeSpec(theta=10000.0)
+    rotary = RotaryEmbedding(spec, 20, device=CPU)
+    for positions in ([5, 0, 1023], [1024, 3], [70000], [7]):
+        got = rotary.angles(torch.tensor(positions), torch.bfloat16)
+        for row, position in enumerate(positions):
+            angle = position * rope_inverse_frequencies(spec, 20)
+            assert torch.equal(got.cos_NC[row], angle.cos().bfloat16().repeat(2))
+            assert torch.equal(got.sin_NC[row], torch.cat((-angle.sin(), angle.sin())).bfloat16())
