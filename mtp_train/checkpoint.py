@@ -47,6 +47,7 @@ class TrainerState:
     epoch: int
     best: Best | None
     settings: dict[str, Any]
+    stale: int = 0  # validations in a row without a higher tau
 
     @classmethod
     def from_json(cls, text: str, *, source: Path) -> TrainerState:

@@ -16,6 +16,9 @@ from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
 BUILT_IN_INITS = ("random", "last_layer")  # of head.init; anything else is a directory
+LossKind = Literal[
+    "soft_ce", "forward_kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "expected_length"
+]
 
 
 @dataclass(frozen=True)
@@ -66,10 +69,12 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """smooth-L1(hidden) + soft cross-entropy(distribution), unrolled over K steps with weights
+    """smooth-L1(hidden) + a loss between distributions, unrolled over K steps with weights
     beta^k.
     """
 
+    kind: LossKind = "soft_ce"
+    lk_eta: float = 3.0  # lk_lambda: KL weighs exp(-lk_eta * acceptance), total variation the rest
     hidden_weight: float = 0.1
     logit_weight: float = 1.0
     num_unroll_steps: int = 1
@@ -104,6 +109,8 @@ class TrainerConfig:
     validate_every: int = 200
     log_every: int = 10
     max_nonfinite_run: int = 8
+    feature_noise: float = 0.0  # half-width of uniform noise on hidden inputs, in each row's RMS
+    patience: int = 0  # validations in a row without a higher tau that end the run; 0 = never
     wandb: Literal["disabled", "offline", "online"] = "offline"
     tensorboard: bool = True
 

@@ -124,12 +124,14 @@ def pack(
     num_steps: int = 1,
     every_row: bool = False,
     target_lse: Sequence[torch.Tensor] | None = None,
+    input_hidden: Sequence[torch.Tensor] | None = None,
 ) -> HeadBatch:
     """Pack samples (host tensors) for ``num_steps`` unroll steps.
 
     ``every_row`` computes all starts that exist, not only those a loss depends on (validation).
-    ``target_lse`` holds one fp32 ``[T]`` per sample. Without any active pair the batch keeps one
-    row that carries no loss, so that every rank can step.
+    ``target_lse`` holds one fp32 ``[T]`` per sample, ``input_hidden`` the ``[T, D]`` that the head
+    reads in place of the sample's states (None: those), which stay what is predicted. Without any
+    active pair the batch keeps one row that carries no loss, so that every rank can step.
     """
     hidden, next_ids, positions, cu_seqlens = [], [], [], [0]
     columns: list[dict[str, list[torch.Tensor]]] = [
@@ -141,7 +143,8 @@ def pack(
         if not plan.num_rows:
             continue
         start = cu_seqlens[-1]
-        hidden.append(sample.hidden[: plan.num_rows])
+        read = sample.hidden if input_hidden is None else input_hidden[index]
+        hidden.append(read[: plan.num_rows])
         next_ids.append(sample.input_ids[1 : plan.num_rows + 1])
         positions.append(torch.arange(plan.num_rows))
         cu_seqlens.append(start + plan.num_rows)

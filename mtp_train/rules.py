@@ -64,10 +64,13 @@ RANGES: tuple[Rule, ...] = (
             "loss.logit_weight",
             "loss.sub_vocab_size",
             "loss.tail_sample_size",
+            "loss.lk_eta",
             "loss.vocab_chunk",
             "report.max_samples",
             "trainer.max_steps",
             "trainer.validate_every",
+            "trainer.patience",
+            "trainer.feature_noise",
             "trainer.weight_decay",
             "validate.temperature",
             "validate.max_prompts",
@@ -246,6 +249,11 @@ def require_chain(config: Config, stage: str) -> None:
 def _check_loss(config: Config) -> None:
     if config.loss.hidden_weight == 0 and config.loss.logit_weight == 0:
         raise ConfigError("loss.hidden_weight=0 with loss.logit_weight=0: nothing to train on")
+    if config.loss.kind != "soft_ce" and not config.loss.logit_weight:
+        raise ConfigError(
+            f"loss.kind={config.loss.kind} with loss.logit_weight=0: the loss between "
+            "distributions has no weight; raise it, or leave loss.kind at soft_ce"
+        )
     if config.loss.sub_vocab_size and not config.loss.tail_sample_size:
         raise ConfigError(
             f"loss.tail_sample_size=0 with loss.sub_vocab_size={config.loss.sub_vocab_size}: must "
@@ -261,6 +269,11 @@ def _check_trainer(config: Config) -> None:
         raise ConfigError(
             f"trainer.warmup_share={trainer.warmup_share} with trainer.decay_share="
             f"{trainer.decay_share}: together they exceed the whole run"
+        )
+    if trainer.patience and not trainer.validate_every:
+        raise ConfigError(
+            f"trainer.patience={trainer.patience} with trainer.validate_every=0: tau is never "
+            "measured; set trainer.validate_every to a number of steps, or trainer.patience=0"
         )
     if trainer.dtype == "bfloat16" and config.deepspeed.zero_stage == 0:
         raise ConfigError(

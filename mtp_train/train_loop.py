@@ -21,9 +21,10 @@ import torch
 
 from mtp_train import checkpoint
 from mtp_train.checkpoint import Observer, TrainerState
-from mtp_train.config import Config
+from mtp_train.config import Config, LossConfig, TrainerConfig
 from mtp_train.distributed import ProcessGroup
 from mtp_train.errors import StageRefusedError
+from mtp_train.feature_noise import add_uniform_noise
 from mtp_train.features.target import target_dtype
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, TailSampler, head_loss, loss_weight
@@ -73,6 +74,10 @@ class TrainInputs:
     samples: SampleSource
     kept_ids: torch.Tensor | None  # int64: the loss's sub-vocabulary; None = everything
     fingerprint: Mapping[str, Any]  # what besides the configuration decides the result
+
+
+# Keys that older runs do not have in their records, where at the default they did the same.
+_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience")
 
 
 def ignore(_: str) -> None:
@@ -161,7 +166,7 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """Settings that a continuation must share for its steps to be the same."""
-        trainer = dataclasses.asdict(self._config.trainer)
+        trainer = _without_later_defaults(self._config.trainer)
         for name in ("checkpoint_every", "keep_last", "log_every", "wandb", "tensorboard"):
             del trainer[name]
         trainer["betas"] = list(trainer["betas"])
@@ -182,7 +187,7 @@ class Trainer:
         return {
             "seed": self._config.seed,
             "trainer": trainer,
-            "loss": dataclasses.asdict(self._config.loss),
+            "loss": _without_later_defaults(self._config.loss),
             "zero_stage": self._config.deepspeed.zero_stage,
             "world_size": self._group.world_size,
             "dtype": str(self._dtype),
@@ -210,6 +215,8 @@ class Trainer:
     def _loop(self, log: TrainLog, reader: ThreadPoolExecutor) -> TrainReport:
         trainer, total = self._config.trainer, len(self._plan)
         first, tokens, started = self._state.step, 0, time.perf_counter()
+        if self._is_out_of_patience:  # killed after the checkpoint that ended the run
+            total = first
         log.event("start", step=first, total_steps=total, world_size=self._group.world_size)
         metrics: StepMetrics | None = None
         ahead: Future[list[list[tuple[int, Sample]]]] | None = None
@@ -229,6 +236,7 @@ class Trainer:
                 paused = time.perf_counter()
                 is_best = self._validate(log, self._validator)
                 started += time.perf_counter() - paused  # speed is that of training
+                is_last = is_last or self._is_out_of_patience
             if is_last and self._state.best is None:
                 self._write_head()
             if is_last or is_best or (step + 1) % trainer.checkpoint_every == 0:
@@ -240,6 +248,8 @@ class Trainer:
                     group=self._group,
                     observe=self._observe,
                 )
+            if is_last:
+                break
         state = self._state
         speed = tokens / max(time.perf_counter() - started, 1e-9)
         log.event("end", step=state.step, updates=state.updates, skipped=state.skipped)
@@ -273,7 +283,7 @@ class Trainer:
         # [unusable gradients, loss, hidden part, logit part], summed over ranks
         sums = torch.zeros(4, dtype=torch.float64, device=self._group.device)
         for number, part in enumerate(samples):
-            sums[1:] += self._accumulate(self._pack(part), weight, sub_vocab)
+            sums[1:] += self._accumulate(self._pack(step, part), weight, sub_vocab)
             if number + 1 < len(samples):
                 self._engine.end_micro_batch()
         sums[0] = self._engine.take_nonfinite()
@@ -323,15 +333,32 @@ class Trainer:
                 totals = [a + b for a, b in zip(totals, active, strict=True)]
         return totals
 
-    def _pack(self, part: Sequence[tuple[int, Sample]]) -> HeadBatch:
+    def _pack(self, step: int, part: Sequence[tuple[int, Sample]]) -> HeadBatch:
         needs_lse = self._sampler is not None
+        amplitude = self._config.trainer.feature_noise
         if not part:
             width = self._inputs.spec.hidden_size
             batch = idle_batch(width, num_steps=self._num_steps, with_lse=needs_lse)
         else:
             lse = [self._normaliser(i, sample) for i, sample in part] if needs_lse else None
-            batch = pack([s for _, s in part], num_steps=self._num_steps, target_lse=lse)
+            noisy = [self._noisy(step, i, sample) for i, sample in part] if amplitude else None
+            batch = pack(
+                [sample for _, sample in part],
+                num_steps=self._num_steps,
+                target_lse=lse,
+                input_hidden=noisy,
+            )
         return batch.to(self._group.device, self._dtype)
+
+    def _noisy(self, step: int, index: int, sample: Sample) -> torch.Tensor:
+        """The states that the head reads. Keyed by step and sample, not by rank, so that every
+        world size and a resumed run draw the same.
+        """
+        return add_uniform_noise(
+            sample.hidden,
+            amplitude=self._config.trainer.feature_noise,
+            seed=derive_seed(self._config.seed, "feature noise", step, index),
+        )
 
     def _normaliser(self, index: int, sample: Sample) -> torch.Tensor:
         """The target's log-sum-exp of one sample, where a loss can need it.
@@ -368,13 +395,32 @@ class Trainer:
         tensors = self._engine.tensors()
         result = validator(self._state.step, self._inputs.spec, tensors)
         best = self._state.best
-        is_best = self._group.broadcast_object(best is None or best.is_beaten_by(result))
+        is_best, is_higher = self._group.broadcast_object(
+            (best is None or best.is_beaten_by(result), best is None or result.tau > best.tau)
+        )
         log.validation(self._state.step, result, is_best=is_best)
+        stale = 0 if is_higher else self._state.stale + 1
+        self._state = dataclasses.replace(self._state, stale=stale)
         if is_best:
             best = Best(self._state.step, result.tau, result.loss)
             self._state = dataclasses.replace(self._state, best=best)
             self._write_head(tensors)
+        if self._is_out_of_patience:
+            assert best is not None
+            log.event("early_stop", step=self._state.step, best_step=best.step, tau=best.tau)
+            logger.info(
+                "step %d: no higher tau than %.3f in %d validations (trainer.patience); the head "
+                "of step %d is kept",
+                self._state.step,
+                best.tau,
+                stale,
+                best.step,
+            )
         return bool(is_best)
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        return 0 < self._config.trainer.patience <= self._state.stale
 
     def _write_head(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write the native head directory. Collective."""
@@ -385,3 +431,12 @@ class Trainer:
             save_head(self.head_dir, self._inputs.spec, tensors)
             self._observe("head written")
         self._group.barrier()
+
+
+def _without_later_defaults(section: LossConfig | TrainerConfig) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(section)}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(section).items()
+        if name not in _LATER_KEYS or value != defaults[name]
+    }

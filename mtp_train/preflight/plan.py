@@ -48,7 +48,7 @@ def preflight_config(config: Config) -> Config:
         ),
         features=replace(config.features, path=""),
         validate=replace(config.validate, head=""),
-        loss=replace(config.loss, num_unroll_steps=1, step_decay=1.0),
+        loss=replace(config.loss, kind="soft_ce", num_unroll_steps=1, step_decay=1.0),
         trainer=replace(
             config.trainer,
             max_steps=preflight.steps,
@@ -59,6 +59,8 @@ def preflight_config(config: Config) -> Config:
             checkpoint_every=preflight.steps,
             keep_last=1,
             validate_every=0,
+            patience=0,
+            feature_noise=0.0,
             wandb="disabled",
             tensorboard=False,
         ),

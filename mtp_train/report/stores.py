@@ -31,6 +31,7 @@ _SHOWN = (
     "head.init",
     "head.concat",
     "head.recycle",
+    "loss.kind",
     "loss.hidden_weight",
     "loss.logit_weight",
     "loss.num_unroll_steps",

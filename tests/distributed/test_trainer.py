@@ -57,6 +57,15 @@ def equality_runs(tmp_path_factory):
                 loss={"tail_sample_size": 8},
             )
         )
+        jobs.append(
+            Job(
+                str(root),
+                f"noise-world{world}",
+                zero_stage=1,
+                loss={"kind": "expected_length"},
+                trainer={"feature_noise": 0.3, "gradient_accumulation": 2},
+            )
+        )
         for job, outcome in zip(
             jobs, run_jobs(jobs, world_size=world, scratch=root / f"w{world}"), strict=True
         ):
@@ -71,7 +80,7 @@ def test_every_zero_stage_and_world_size_trains_the_same_head(equality_runs):
     # clipping must be at work, or a rank-local norm would go unseen
     assert all(record["grad_norm"] > 0.5 for record in curve.values())
     for name, outcome in runs.items():
-        if name.startswith("sub"):
+        if name.startswith(("sub", "noise")):
             continue
         check_same_curve(steps_of(root, name), curve, rel=2e-4)
         for tensor_name, tensor in outcome["tensors"].items():
@@ -119,6 +128,15 @@ def test_sub_vocabulary_loss_does_not_depend_on_the_world_size(equality_runs):
     root, _ = equality_runs
     one, two = (steps_of(root, f"sub-vocabulary-world{world}") for world in (1, 2))
     check_same_curve(one, two, rel=2e-4)
+
+
+def test_feature_noise_and_coupled_steps_do_not_depend_on_the_world_size(equality_runs):
+    root, runs = equality_runs
+    one, two = (steps_of(root, f"noise-world{world}") for world in (1, 2))
+    check_same_curve(one, two, rel=2e-4)
+    for name, tensor in runs["noise-world1"]["tensors"].items():
+        other = runs["noise-world2"]["tensors"][name]
+        torch.testing.assert_close(tensor, other, rtol=1e-3, atol=2e-5, msg=name)
 
 
 def test_embedding_and_lm_head_are_outside_the_engine_and_unchanged(equality_runs):
@@ -235,13 +253,48 @@ def test_best_checkpoint_has_the_highest_tau_and_the_lower_loss_on_a_tie(faulty_
     assert digest == losses[expected]
 
 
+IMPATIENT = {
+    "taus": (1.2, 1.5, 1.5, 1.4, 1.9),
+    "trainer": {"validate_every": 2, "max_steps": 10, "checkpoint_every": 1, "patience": 2},
+}
+
+
+def test_a_run_ends_after_validations_without_a_higher_tau(tmp_path):
+    (whole,) = run_jobs([Job(str(tmp_path), "run", **IMPATIENT)], world_size=1, scratch=tmp_path)
+    assert whole["validated"] == [2, 4, 6, 8]  # the tie at 6 is not higher, 1.9 is never seen
+    assert whole["report"]["steps"] == 8
+    (event,) = read_events(tmp_path / "run" / "events.jsonl", event="early_stop")
+    best = whole["report"]["best"]
+    assert (event["step"], event["tau"], event["best_step"]) == (8, 1.5, best["step"])
+    assert best["step"] in (4, 6)
+    _, tensors = load_head(tmp_path / "run" / "head")
+    assert best["loss"] == sum(t.float().abs().sum().item() for t in tensors.values())
+    jobs = [Job(str(tmp_path), "run", **IMPATIENT)]
+    (again,) = run_jobs(jobs, world_size=1, scratch=tmp_path)
+    assert again["validated"] == []  # what has stopped stays stopped
+    assert again["report"]["best"] == best
+
+
+@pytest.mark.parametrize("kill_at", [5, 7])
+def test_patience_counts_on_after_a_kill(tmp_path, kill_at):
+    """Killed after the checkpoint of that step: nothing is forgotten of what was measured."""
+    kill_job = Job(
+        str(tmp_path), "run", kill_point="checkpoint: published", kill_at=kill_at, **IMPATIENT
+    )
+    assert run_jobs([kill_job], world_size=1, scratch=tmp_path) is None
+    jobs = [Job(str(tmp_path), "run", **IMPATIENT)]
+    (resumed,) = run_jobs(jobs, world_size=1, scratch=tmp_path)
+    assert resumed["report"]["steps"] == 8
+    assert resumed["validated"][-1] == 8
+
+
 KILL_JOB = {
     "zero_stage": 1,
     "dtype": "bfloat16",
     "kept": 40,
     "loss": {"tail_sample_size": 8},
     "taus": (1.2, 1.5, 1.3, 1.6),
-    "trainer": {"epochs": 2, "validate_every": 2, "max_steps": 8},
+    "trainer": {"epochs": 2, "validate_every": 2, "max_steps": 8, "feature_noise": 0.1},
 }
 
 

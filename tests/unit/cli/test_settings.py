@@ -82,6 +82,10 @@ def test_values_get_the_declared_types() -> None:
         ("run.name", ".hidden", r"one plain folder name"),
         ("loss.num_unroll_steps", 0, r"^loss\.num_unroll_steps=0: must be at least 1$"),
         ("trainer.weight_decay", -0.1, r"must not be negative$"),
+        ("trainer.feature_noise", -0.1, r"must not be negative$"),
+        ("trainer.patience", -1, r"must not be negative$"),
+        ("loss.lk_eta", -1.0, r"must not be negative$"),
+        ("loss.kind", "kl", r"allowed are soft_ce, forward_kl, reverse_kl, tv"),
         ("trainer.clip_norm", 0.0, r"must be greater than 0$"),
         ("runtime.page_size", 0, r"^runtime\.page_size=0: must be at least 1$"),
         ("data.path", "/no/such/set", r"^data\.path=/no/such/set: no such directory$"),
@@ -131,6 +135,14 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"decoded within runtime\.max_model_len=2048",
         ),
         ({"loss.hidden_weight": 0.0, "loss.logit_weight": 0.0}, "nothing to train on"),
+        (
+            {"loss.kind": "tv", "loss.logit_weight": 0.0},
+            r"^loss\.kind=tv with loss\.logit_weight=0: .* has no weight",
+        ),
+        (
+            {"trainer.patience": 3, "trainer.validate_every": 0},
+            r"^trainer\.patience=3 with trainer\.validate_every=0: tau is never measured",
+        ),
         (
             {"loss.sub_vocab_size": 5, "loss.tail_sample_size": 0},
             r"loss\.tail_sample_size=0 with loss\.sub_vocab_size=5: must be at least 1",

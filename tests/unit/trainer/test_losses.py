@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mtp_train import losses
 from mtp_train.config import LossConfig
 from mtp_train.losses import (
     TailSampler,
+    objective,
     smooth_l1_sum,
     soft_cross_entropy_sum,
     target_log_normaliser,
@@ -231,13 +231,13 @@ def test_a_part_without_weight_is_not_computed(unused, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError(f"the {unused} loss was computed")
 
-    name = {"hidden": "smooth_l1_sum", "logit": "soft_cross_entropy_sum"}[unused]
-    monkeypatch.setattr(losses, name, refuse)
+    name = {"hidden": "smooth_l1_sum", "logit": "distribution_loss_sum"}[unused]
+    monkeypatch.setattr(objective, name, refuse)
     spec = tiny_spec()
     batch = pack([random_sample(spec, 9, seed=1)])
     state = torch.randn(len(batch.steps[0].rows_N), spec.hidden_size, requires_grad=True)
     config = LossConfig(**{f"{unused}_weight": 0.0})
-    parts = losses.head_loss([state], batch, random_embedding(spec), config=config)
+    parts = objective.head_loss([state], batch, random_embedding(spec), config=config)
     parts.total.backward()
     assert state.grad.abs().sum() > 0
     assert getattr(parts, unused) == 0
