@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 
 from mtp_train.config import LossConfig
 from mtp_train.losses import soft_cross_entropy_sum
+from tests.bench import memory
 from tests.bench.harness import BenchResult
 
 ROWS, VOCAB, WIDTH = 6144, 49152, 576
@@ -89,28 +89,17 @@ def _measure(kind: str) -> dict[str, Any]:
         (loss / ROWS).backward()
 
     once(8)  # thread pools and library buffers
-    _reset_peak()
-    before = _memory("VmRSS")
+    memory.reset_peak()
+    before = memory.resident()
     started = time.perf_counter()
     once(ROWS)
     seconds = time.perf_counter() - started
     assert state.grad is not None
     return {
-        "bytes": _memory("VmHWM") - before,
+        "bytes": memory.peak() - before,
         "seconds": seconds,
         "grad": state.grad[::97].float().tolist(),
     }
-
-
-def _memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""`train_mtp_k1`, `train_mtp_k1_hot`: the trainer against the plain loop of `plain_loop.py`.
+"""`train_mtp_k1`, `train_mtp_k3_hot` …: the trainer against the plain loop of `plain_loop.py`.
 
 Both see the same ShareGPT conversations (recorded answers, first exchange) with the target's real
-hidden
-states. Ours is the whole trainer: DeepSpeed, fp32 master weights, packing, checks, logs.
+hidden states. Ours is the whole trainer: DeepSpeed, fp32 master weights, packing, checks, logs.
 """
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,13 +26,15 @@ from mtp_train.config import (
     TargetConfig,
     TrainerConfig,
 )
-from mtp_train.distributed import ProcessGroup
+from mtp_train.distributed import ProcessGroup, init_process_group
 from mtp_train.features.sources import RuntimeSource
 from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.packing import Sample
 from mtp_train.train_loop import Trainer, TrainInputs
 from mtp_train.trainer import frequent_answer_ids
-from runtime.models.loader import Target
+from runtime.cpu import best_dtype, set_threads
+from runtime.models.loader import Target, load_target
+from tests.bench import memory
 from tests.bench.harness import BenchResult, matrix_seconds_per_row
 from tests.bench.plain_loop import PlainTrainer
 
@@ -96,12 +99,46 @@ def memory_samples(target: Target, *, limit: int = NUM_SAMPLES) -> MemorySamples
     )
 
 
-def run(target: Target, group: ProcessGroup, *, hot: bool) -> BenchResult:
-    """Median tokens per second of whole short runs, alternating with the plain loop."""
+def run(target: Target, group: ProcessGroup, *, num_steps: int, hot: bool) -> BenchResult:
+    """Median tokens per second of whole short runs, alternating with the plain loop; and the peak
+    memory of one epoch of each side.
+    """
     samples = memory_samples(target)
+    batches = _sorted_batches(samples)
+    inputs = _inputs(target, samples, num_steps=num_steps, hot=hot)
+    peer = _peer(target, num_steps)
+    num_tokens = int(samples.lengths.sum())
+    ours_rates, peer_rates = [], []
+    for _ in range(3):
+        ours_rates.append(_train(inputs, group, _loss(num_steps, hot), epochs=EPOCHS))
+        started = time.perf_counter()
+        for batch in batches:
+            peer.step(batch)
+        peer_rates.append(num_tokens / (time.perf_counter() - started))
+    ours, theirs = statistics.median(ours_rates), statistics.median(peer_rates)
+    limit, note = _limit(target, samples, num_steps=num_steps, hot=hot)
+    name = f"train_mtp_k{num_steps}" + ("_hot" if hot else "")
+    peaks = [
+        _peak_in_process(side, samples, num_steps=num_steps, hot=hot) for side in ("ours", "peer")
+    ]
+    return BenchResult(
+        name=name,
+        ours=ours,
+        peer=theirs,
+        ratio=ours / theirs,
+        limit=limit,
+        share_of_limit=ours / limit,
+        unit="tokens/s",
+        command=f"make bench BENCH={name}",
+        note=f"{note}; peak {peaks[0] / 1e6:,.0f} MB against {peaks[1] / 1e6:,.0f} MB "
+        f"({peaks[0] / peaks[1]:.2f})",
+    )
+
+
+def _inputs(target: Target, samples: MemorySamples, *, num_steps: int, hot: bool) -> TrainInputs:
     embedding = target.model.embedding_VD.clone()
-    lm_head = embedding
-    spec = make_head_spec(_config("x", hot=hot).head, target.config, fingerprint="bench")
+    head = _config("x", _loss(num_steps, hot), epochs=1).head
+    spec = make_head_spec(head, target.config, fingerprint="bench")
     initial = initialise(
         spec,
         method="random",
@@ -117,44 +154,67 @@ def run(target: Target, group: ProcessGroup, *, hot: bool) -> BenchResult:
             size=HOT,
             vocab_size=target.config.vocab_size,
         )
-    inputs = TrainInputs(spec, initial, embedding, lm_head, samples, kept, {"bench": "bench"})
-    batches = _sorted_batches(samples)
-    peer = PlainTrainer(str(target.path), embedding, lm_head, lr=2e-3)
-    num_tokens = int(samples.lengths.sum())
-    ours_rates, peer_rates = [], []
-    for _ in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(_config(folder, hot=hot), inputs, group=group)
-            ours_rates.append(trainer.train().tokens_per_s)
-        started = time.perf_counter()
-        for batch in batches:
+    return TrainInputs(spec, initial, embedding, embedding, samples, kept, {"bench": "bench"})
+
+
+def _peer(target: Target, num_steps: int) -> PlainTrainer:
+    embedding = target.model.embedding_VD.clone()
+    return PlainTrainer(str(target.path), embedding, embedding, lr=2e-3, num_steps=num_steps)
+
+
+def _train(inputs: TrainInputs, group: ProcessGroup, loss: LossConfig, *, epochs: int) -> float:
+    """Tokens per second of a whole run."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(_config(folder, loss, epochs=epochs), inputs, group=group)
+        return trainer.train().tokens_per_s
+
+
+def _peak_in_process(side: str, samples: MemorySamples, *, num_steps: int, hot: bool) -> int:
+    """Bytes by which one epoch raises the memory of a process that holds target and samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.pt"
+        rows = [(s.input_ids, s.loss_mask, s.hidden) for s in samples.samples]
+        torch.save(rows, file)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.bench.train", side, str(file), str(num_steps), str(hot)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return int(done.stdout.splitlines()[-1])
+
+
+def _measure_peak(side: str, file: str, num_steps: int, *, hot: bool) -> int:
+    set_threads(0)
+    group = init_process_group(device="cpu")
+    target = load_target("smollm2-135m-instruct", dtype=best_dtype(), device=torch.device("cpu"))
+    rows = torch.load(file, weights_only=True)
+    samples = MemorySamples([MemorySample(*row) for row in rows])
+    inputs = _inputs(target, samples, num_steps=num_steps, hot=hot)
+    memory.reset_peak()
+    before = memory.resident()
+    if side == "ours":
+        _train(inputs, group, _loss(num_steps, hot), epochs=1)
+    else:
+        peer = _peer(target, num_steps)
+        for batch in _sorted_batches(samples):
             peer.step(batch)
-        peer_rates.append(num_tokens / (time.perf_counter() - started))
-    ours, theirs = statistics.median(ours_rates), statistics.median(peer_rates)
-    limit, note = _limit(target, samples, hot=hot)
-    name = "train_mtp_k1_hot" if hot else "train_mtp_k1"
-    return BenchResult(
-        name=name,
-        ours=ours,
-        peer=theirs,
-        ratio=ours / theirs,
-        limit=limit,
-        share_of_limit=ours / limit,
-        unit="tokens/s",
-        command=f"make bench BENCH={name}",
-        note=note,
-    )
+    group.close()
+    return memory.peak() - before
 
 
-def _config(root: str, *, hot: bool) -> Config:
-    loss = LossConfig()
+def _loss(num_steps: int, hot: bool) -> LossConfig:
+    return LossConfig(num_unroll_steps=num_steps, sub_vocab_size=HOT if hot else 0)
+
+
+def _config(root: str, loss: LossConfig, *, epochs: int) -> Config:
     return Config(
         run=RunConfig(name="bench", root=root),
         target=TargetConfig(path="bench"),
         data=DataConfig(),
-        loss=replace(loss, sub_vocab_size=HOT) if hot else loss,
+        loss=loss,
         trainer=TrainerConfig(
-            epochs=EPOCHS,
+            epochs=epochs,
             tokens_per_step=TOKENS_PER_STEP,
             learning_rate=2e-3,
             checkpoint_every=10_000,
@@ -177,13 +237,15 @@ def _sorted_batches(samples: MemorySamples) -> list[list[MemorySample]]:
     return batches
 
 
-def _limit(target: Target, samples: MemorySamples, *, hot: bool) -> tuple[float, str]:
+def _limit(
+    target: Target, samples: MemorySamples, *, num_steps: int, hot: bool
+) -> tuple[float, str]:
     """Tokens per second if every matrix product ran at the best packed rate of its shape.
 
-    Forward once, backward twice the head's layers on rows that carry loss (keys and values on all
-    rows);
-    logits: target, head, and the gradient's product back. Hot: the target's full logits once per
-    run.
+    Forward once, backward twice the head's layers on rows that carry loss (keys and values of step
+    0 on all rows); logits: target, head, and the gradient's product back. Hot: the target's full
+    logits once per run. The steps after the first go through all of the head on rows that carry
+    loss.
     """
     config = target.config
     width, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
@@ -196,10 +258,21 @@ def _limit(target: Target, samples: MemorySamples, *, hot: bool) -> tuple[float,
     per_row, _ = matrix_seconds_per_row(all_rows, dtype, make_linear, rows=2048)
     per_loss_row, _ = matrix_seconds_per_row(loss_rows, dtype, make_linear, rows=1536)
     logits, rate = matrix_seconds_per_row([(columns, width)], dtype, make_linear, rows=512)
-    share = sum(int(s.loss_mask[2:].sum()) for s in samples.samples) / int(samples.lengths.sum())
-    seconds = 3 * per_row + share * (3 * per_loss_row + 3 * logits)
+    lengths = int(samples.lengths.sum())
+    shares = [
+        sum(int(s.loss_mask[2 + k :].sum()) for s in samples.samples) / lengths
+        for k in range(num_steps)
+    ]
+    share = shares[0]
+    seconds = 3 * per_row + sum(shares) * 3 * (per_loss_row + logits)
+    seconds += sum(shares[1:]) * 3 * per_row
     if hot:
         full, _ = matrix_seconds_per_row([(vocab, width)], dtype, make_linear, rows=512)
         seconds += share * full / EPOCHS
     note = f"logits at {rate / 1e9:.0f} GFLOP/s, {share:.0%} of the rows carry loss"
     return 1 / seconds, note
+
+
+if __name__ == "__main__":
+    side, file, num_steps, hot = sys.argv[1:]
+    sys.stdout.write(f"{_measure_peak(side, file, int(num_steps), hot=hot == 'True')}\n")
