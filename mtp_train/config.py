@@ -79,6 +79,7 @@ class LossConfig:
     logit_weight: float = 1.0
     num_unroll_steps: int = 1
     step_decay: float = 1.0  # beta
+    own_tokens: bool = False  # steps behind the first embed the head's own drafts
     sub_vocab_size: int = (
         0  # 0 = full vocabulary; else the n most frequent answer tokens, tail mass kept
     )
@@ -104,6 +105,8 @@ class TrainerConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    attention: Literal["auto", "blockwise", "flash"] = "auto"
+    activation_checkpointing: bool = False  # compute activations twice instead of keeping them
     checkpoint_every: int = 200
     keep_last: int = 2
     validate_every: int = 200

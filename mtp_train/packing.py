@@ -193,7 +193,7 @@ def idle_batch(hidden_size: int, *, num_steps: int, with_lse: bool = False) -> H
     none = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
     lse = torch.empty(0) if with_lse else None
-    idle_block = (QueryBlock(0, 1, 0, 1),)
+    idle_block = (QueryBlock(0, 1, 0, 1, 0),)
     steps = tuple(
         UnrollStep(zero, zero, zero, none, none, torch.empty(0, hidden_size), idle_block, lse)
         for _ in range(num_steps)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from mtp_train import checkpoint
+from mtp_train.attention import choose_attention
 from mtp_train.checkpoint import Observer, TrainerState
 from mtp_train.config import Config, LossConfig, TrainerConfig
 from mtp_train.distributed import ProcessGroup
@@ -47,6 +48,17 @@ from runtime.head_spec import HeadSpec, save_head
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
+
+# settings of `trainer` that change no step, or only how it is computed
+_FREE_TO_CHANGE = (
+    "activation_checkpointing",
+    "attention",
+    "checkpoint_every",
+    "keep_last",
+    "log_every",
+    "wandb",
+    "tensorboard",
+)
 
 
 class TrainingDivergedError(StageRefusedError):
@@ -77,7 +89,7 @@ class TrainInputs:
 
 
 # Keys that older runs do not have in their records, where at the default they did the same.
-_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience")
+_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience", "own_tokens")
 
 
 def ignore(_: str) -> None:
@@ -106,6 +118,12 @@ class Trainer:
         self._lengths = inputs.samples.lengths.tolist()
         self._num_steps = config.loss.num_unroll_steps
         self._plan = self._plan_run()
+        self._attention = choose_attention(
+            config.trainer.attention,
+            device=group.device,
+            dtype=self._dtype,
+            head_dim=inputs.spec.head_dim,
+        )
         self._sampler = None
         if inputs.kept_ids is not None and config.loss.logit_weight:
             self._sampler = TailSampler(
@@ -115,7 +133,12 @@ class Trainer:
 
     def train(self) -> TrainReport:
         """Train to the end, from the run's newest checkpoint if there is one."""
-        head = build_training_head(self._inputs.spec, dtype=self._dtype)
+        head = build_training_head(
+            self._inputs.spec,
+            dtype=self._dtype,
+            attention=self._attention,
+            activation_checkpointing=self._config.trainer.activation_checkpointing,
+        )
         head.load_tensors(self._inputs.initial)
         head.to(self._group.device)
         ensure_process_group(self._group)
@@ -167,7 +190,7 @@ class Trainer:
     def settings(self) -> dict[str, Any]:
         """Settings that a continuation must share for its steps to be the same."""
         trainer = _without_later_defaults(self._config.trainer)
-        for name in ("checkpoint_every", "keep_last", "log_every", "wandb", "tensorboard"):
+        for name in _FREE_TO_CHANGE:
             del trainer[name]
         trainer["betas"] = list(trainer["betas"])
         measured: dict[str, Any] = {}  # what decides which head is the best
@@ -318,7 +341,8 @@ class Trainer:
         self, batch: HeadBatch, weight: float, sub_vocab: SubVocabulary | None
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its loss sums (fp64 ``[3]``)."""
-        states = self._engine(batch, self._inputs.embedding_VD)
+        drafts_by = self._inputs.lm_head_VD if self._config.loss.own_tokens else None
+        states = self._engine(batch, self._inputs.embedding_VD, drafts_by)
         parts = head_loss(
             states, batch, self._inputs.lm_head_VD, config=self._config.loss, sub_vocab=sub_vocab
         )

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import torch
 
+from mtp_train.attention import BLOCKWISE, TrainingAttention
 from mtp_train.heads.eagle import EagleHead
 from mtp_train.heads.mtp import MtpHead
 from runtime.head_spec import HeadSpec
@@ -14,11 +15,22 @@ from runtime.head_spec import HeadSpec
 HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead, "eagle": EagleHead})
 
 
-def build_training_head(spec: HeadSpec, *, dtype: torch.dtype) -> MtpHead:
+def build_training_head(
+    spec: HeadSpec,
+    *,
+    dtype: torch.dtype,
+    attention: TrainingAttention = BLOCKWISE,
+    activation_checkpointing: bool = False,
+) -> MtpHead:
     """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
 
     Raises ``ValueError`` for an unknown kind.
     """
     if spec.kind not in HEADS:
         raise ValueError(f"head kind={spec.kind!r}; supported: {', '.join(HEADS)}")
-    return HEADS[spec.kind](spec, dtype=dtype)
+    return HEADS[spec.kind](
+        spec,
+        dtype=dtype,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+    )

@@ -17,8 +17,17 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from mtp_train.attention import AttentionPlan, cut_queries, prefix_chain_attention
+from mtp_train.attention import (
+    BLOCKWISE,
+    AttentionPlan,
+    ChainStep,
+    TrainingAttention,
+    cut_queries,
+    extend_chain,
+)
+from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch
 from mtp_train.rows import take_rows
 from runtime.head_spec import HeadSpec, RopeSpec, check_head_tensors
@@ -108,27 +117,31 @@ class _Cache:
     v_SGC: torch.Tensor
 
     def __init__(self) -> None:
-        self.chain_k: list[torch.Tensor] = []
-        self.chain_v: list[torch.Tensor] = []
-
-    def extend(self, parent_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor) -> None:
-        """Go on with the rows that ``parent_N`` picks from the step before."""
-        self.chain_k = [take_rows(k, parent_N) for k in self.chain_k] + [k_NGC]
-        self.chain_v = [take_rows(v, parent_N) for v in self.chain_v] + [v_NGC]
+        self.chain: tuple[ChainStep, ...] = ()
 
 
 class MtpHead(nn.Module):
     """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
 
     The states are those that ``lm_head`` reads (``spec.logits_from``), ``[N_k, D]`` in the
-    parameters' dtype.
+    parameters' dtype. With ``activation_checkpointing`` attention and MLP of every step are computed
+    again in the backward pass instead of being kept.
     """
 
-    def __init__(self, spec: HeadSpec, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        spec: HeadSpec,
+        *,
+        dtype: torch.dtype = torch.float32,
+        attention: TrainingAttention = BLOCKWISE,
+        activation_checkpointing: bool = False,
+    ) -> None:
         super().__init__()
         if spec.draft_vocab is not None:
             raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
         self.spec = spec
+        self._attend = attention
+        self._is_checkpointed = activation_checkpointing
         self.enorm = _norm(spec, spec.norms.enorm, dtype)
         self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
         self.eh_proj = nn.Linear(
@@ -137,8 +150,17 @@ class MtpHead(nn.Module):
         self.layers = nn.ModuleList([_DecoderLayer(spec, dtype) for _ in range(spec.num_layers)])
         self.norm = _norm(spec, spec.norms.final, dtype)
 
-    def forward(self, batch: HeadBatch, embedding_VD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states."""
+    def forward(
+        self,
+        batch: HeadBatch,
+        embedding_VD: torch.Tensor,
+        draft_lm_head_VD: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states.
+
+        With ``draft_lm_head_VD`` step ``k >= 1`` embeds the token that step ``k - 1`` would draft,
+        as serving does, in place of the text's. Nothing else changes.
+        """
         caches = [_Cache() for _ in self.layers]
         recycled = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         states: list[torch.Tensor] = []
@@ -148,12 +170,16 @@ class MtpHead(nn.Module):
                 x_ND = self._first_pass(recycled, batch, plan, caches)
             else:
                 positions_N = batch.positions_S[step.rows_N] + number
+                ids_N = step.ids_N
+                if draft_lm_head_VD is not None:
+                    ids_N = own_tokens(states[-1][step.parent_N], draft_lm_head_VD)
                 x_ND = self._combine(
-                    step.ids_N, take_rows(recycled, step.parent_N), positions_N, embedding_VD
+                    ids_N, take_rows(recycled, step.parent_N), positions_N, embedding_VD
                 )
                 for layer, cache in zip(self._layers, caches, strict=True):
                     normed_ND = layer.input_layernorm(x_ND)
-                    cache.extend(step.parent_N, *self._keys_values(layer, normed_ND, positions_N))
+                    k_NGC, v_NGC = self._keys_values(layer, normed_ND, positions_N)
+                    cache.chain = extend_chain(cache.chain, step.parent_N, k_NGC, v_NGC)
                     x_ND = self._block(layer, x_ND, normed_ND, positions_N, plan, cache)
             normed_out = self.norm(x_ND)
             states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
@@ -186,16 +212,27 @@ class MtpHead(nn.Module):
         plan: AttentionPlan,
         cache: _Cache,
     ) -> torch.Tensor:
+        # arguments, not the cache: it has grown by the time the block is computed again
+        inputs = (layer, x_ND, normed_ND, positions_N, plan, cache.k_SGC, cache.v_SGC, cache.chain)
+        if self._is_checkpointed and torch.is_grad_enabled():
+            out: torch.Tensor = checkpoint(self._compute_block, *inputs, use_reentrant=False)
+            return out
+        return self._compute_block(*inputs)
+
+    def _compute_block(
+        self,
+        layer: _DecoderLayer,
+        x_ND: torch.Tensor,
+        normed_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        plan: AttentionPlan,
+        k_SGC: torch.Tensor,
+        v_SGC: torch.Tensor,
+        chain: tuple[ChainStep, ...],
+    ) -> torch.Tensor:
         attention = layer.self_attn
         q_NHC = self._rotate(self._heads(attention.q_proj(normed_ND)), positions_N)
-        mixed_NHC = prefix_chain_attention(
-            q_NHC,
-            cache.k_SGC,
-            cache.v_SGC,
-            plan,
-            chain_k_NJGC=torch.stack(cache.chain_k, 1) if cache.chain_k else None,
-            chain_v_NJGC=torch.stack(cache.chain_v, 1) if cache.chain_v else None,
-        )
+        mixed_NHC = self._attend(q_NHC, k_SGC, v_SGC, plan, chain)
         x_ND = x_ND + attention.o_proj(mixed_NHC.flatten(1))
         out: torch.Tensor = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
         return out

@@ -16,13 +16,13 @@ import torch
 
 from mtp_train.attention import cut_queries
 from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch, UnrollStep
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.kv_cache import SlotTable
 from runtime.models.heads.mtp import MtpHead
 
 _PAGE_SIZE = 16
-_LOGIT_ROWS = 512  # rows whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,7 @@ def argmax_tokens(
     if draft_columns is not None:
         draft_columns = draft_columns.to(lm_head_VD.device)
         lm_head_VD = lm_head_VD[draft_columns]
-    picked = [
-        (chunk.to(lm_head_VD.dtype) @ lm_head_VD.t()).argmax(-1)
-        for chunk in states_ND.split(_LOGIT_ROWS)
-    ]
-    best_N = torch.cat(picked) if picked else torch.empty(0, dtype=torch.int64)
+    best_N = own_tokens(states_ND, lm_head_VD)
     return best_N if draft_columns is None else draft_columns[best_N]
 
 
