@@ -34,15 +34,32 @@ DRAFT_VOCAB_NAME = "draft_vocab_ids"
 
 
 @dataclass(frozen=True)
+class YarnSpec:
+    """What only ``yarn`` has; ``attention_factor`` is resolved, whatever it was derived from."""
+
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class RopeSpec:
-    """RoPE parameters, named as in transformers; ``llama3`` uses the last four fields."""
+    """RoPE parameters, named as in transformers. ``llama3`` uses the four fields behind ``kind``,
+    ``yarn`` uses ``factor``, ``original_max_position`` and ``yarn``.
+    """
 
     theta: float
-    kind: Literal["default", "llama3"] = "default"
+    kind: Literal["default", "llama3", "yarn"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    yarn: YarnSpec | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "yarn") != (self.yarn is not None):
+            raise ValueError(f"rope kind={self.kind!r} with yarn={self.yarn}: one needs the other")
 
 
 @dataclass(frozen=True)
@@ -172,7 +189,10 @@ class HeadSpec:
         return shapes
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        raw = dataclasses.asdict(self)
+        if self.rope.yarn is None:  # so that other heads keep the files and hashes they had
+            del raw["rope"]["yarn"]
+        return json.dumps(raw, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
@@ -185,6 +205,8 @@ class HeadSpec:
             raise ValueError(f"{source}: not valid JSON ({error})") from error
         if isinstance(raw, dict) and raw.get("version") == 1:  # what came later has one meaning
             raw = raw | {"version": SPEC_VERSION, "projection_bias": False}
+        if isinstance(raw, dict) and isinstance(raw.get("rope"), dict):
+            raw = raw | {"rope": {"yarn": None} | raw["rope"]}
         return _from_mapping(cls, raw, source)
 
 

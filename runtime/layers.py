@@ -8,7 +8,6 @@ Shape legend: N rows, D model width, H query heads, G key/value heads, C head wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from runtime.linear import Linear, LinearMaker
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import RowParallelLinear
+from runtime.rope import attention_factor, inverse_frequencies
 
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
@@ -45,34 +45,12 @@ def norm_weight(weight_D: torch.Tensor, *, eps: float, plus_one: bool = False) -
     return NormWeight(weight + 1.0 if plus_one else weight, eps)
 
 
-def rope_inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies, fp32 ``[C / 2]``.
-
-    ``llama3``: frequencies whose wavelength exceeds ``original_max_position / low_freq_factor`` are
-    divided by ``factor``, those below ``original_max_position / high_freq_factor`` are kept, the
-    rest is interpolated (Llama 3.1; same formula as transformers).
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    inverse = 1.0 / (spec.theta**exponents)
-    if spec.kind == "default":
-        return inverse
-    wavelength = 2 * math.pi / inverse
-    low = spec.original_max_position / spec.low_freq_factor
-    high = spec.original_max_position / spec.high_freq_factor
-    smooth = (spec.original_max_position / wavelength - spec.low_freq_factor) / (
-        spec.high_freq_factor - spec.low_freq_factor
-    )
-    between = (1 - smooth) * inverse / spec.factor + smooth * inverse
-    scaled = torch.where(wavelength > low, inverse / spec.factor, inverse)
-    is_between = (wavelength >= high) & (wavelength <= low)
-    return torch.where(is_between, between, scaled)
-
-
 class RotaryEmbedding:
     """Half-layout rotary embedding (element ``c`` is paired with ``c + C/2``)."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, *, device: torch.device) -> None:
-        self._inverse = rope_inverse_frequencies(spec, head_dim).to(device)
+        self._inverse = inverse_frequencies(spec, head_dim).to(device)
+        self._factor = attention_factor(spec)
         self._tables: dict[torch.dtype, RotaryAngles] = {}
 
     def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
@@ -94,7 +72,7 @@ class RotaryEmbedding:
 
     def _compute(self, positions_N: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
         angle = positions_N.to(torch.float32)[:, None] * self._inverse
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = angle.cos() * self._factor, angle.sin() * self._factor
         return RotaryAngles(
             torch.cat((cos, cos), -1).to(dtype),
             torch.cat((-sin, sin), -1).to(dtype),

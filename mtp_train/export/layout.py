@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from runtime.head_spec import HeadSpec
+from runtime.head_spec import HeadSpec, RopeSpec
 
 PREFIX = "model.mtp_layers.0."
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -142,17 +142,34 @@ def layout_config(spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict
         "rope_theta": spec.rope.theta,
         "rope_parameters": {"rope_theta": spec.rope.theta, "rope_type": spec.rope.kind},
     }
-    if spec.rope.kind == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": spec.rope.factor,
-            "low_freq_factor": spec.rope.low_freq_factor,
-            "high_freq_factor": spec.rope.high_freq_factor,
-            "original_max_position_embeddings": spec.rope.original_max_position,
-        }
+    scaling = _rope_scaling(spec.rope)
+    if scaling:
         config["rope_scaling"] = scaling
         config["rope_parameters"] = {"rope_theta": spec.rope.theta, **scaling}
     return config
+
+
+def _rope_scaling(rope: RopeSpec) -> dict[str, Any]:
+    """The scaling in Hugging Face's names, nothing left to an engine's defaults; {} without one."""
+    if rope.kind == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    if rope.yarn is not None:
+        return {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_position,
+            "attention_factor": rope.yarn.attention_factor,
+            "beta_fast": rope.yarn.beta_fast,
+            "beta_slow": rope.yarn.beta_slow,
+            "truncate": rope.yarn.truncate,
+        }
+    return {}
 
 
 def check_config(found: Mapping[str, Any], expected: Mapping[str, Any], *, source: str) -> None:

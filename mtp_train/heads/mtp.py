@@ -10,7 +10,6 @@ width, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -30,25 +29,8 @@ from mtp_train.attention import (
 from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch
 from mtp_train.rows import take_rows
-from runtime.head_spec import HeadSpec, RopeSpec, check_head_tensors
-
-
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """RoPE frequencies, fp32 ``[head_dim / 2]``; ``llama3`` as in the Llama 3.1 reference code."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / (rope.theta**exponent)
-    if rope.kind == "default":
-        return plain
-    low_wavelength = rope.original_max_position / rope.low_freq_factor
-    high_wavelength = rope.original_max_position / rope.high_freq_factor
-    wavelength = 2 * math.pi / plain
-    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - smooth) * plain / rope.factor + smooth * plain
-    scaled = torch.where(wavelength > low_wavelength, plain / rope.factor, plain)
-    is_medium = (wavelength <= low_wavelength) & (wavelength >= high_wavelength)
-    return torch.where(is_medium, blended, scaled)
+from runtime.head_spec import HeadSpec, check_head_tensors
+from runtime.rope import attention_factor, inverse_frequencies
 
 
 class RMSNorm(nn.Module):
@@ -285,6 +267,7 @@ class MtpHead(nn.Module):
         frequencies = inverse_frequencies(self.spec.rope, self.spec.head_dim)
         positions = (positions_N + self.spec.position_offset).float()
         angles = torch.outer(positions, frequencies.to(positions.device))[:, None]
-        cos, sin = angles.cos().to(x_NHC.dtype), angles.sin().to(x_NHC.dtype)
+        factor = attention_factor(self.spec.rope)
+        cos, sin = ((turn * factor).to(x_NHC.dtype) for turn in (angles.cos(), angles.sin()))
         first, second = x_NHC.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.head_spec import RopeSpec
+from runtime.head_spec import RopeSpec, YarnSpec
+from runtime.rope import yarn_attention_factor
 
 ARCHITECTURES = ("LlamaForCausalLM",)
-ROPE_KINDS = ("default", "llama3")
+ROPE_KINDS = ("default", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
     if kind == "default":
         return RopeSpec(theta=theta)
     where = f"{source}: {field}"
+    if kind == "yarn":
+        return _parse_yarn(values, theta, where)
     return RopeSpec(
         theta=theta,
         kind="llama3",
@@ -187,6 +190,32 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
         low_freq_factor=_number(values, "low_freq_factor", where),
         high_freq_factor=_number(values, "high_freq_factor", where),
         original_max_position=_positive(values, "original_max_position_embeddings", where),
+    )
+
+
+def _parse_yarn(values: Mapping[str, Any], theta: float, where: str) -> RopeSpec:
+    """transformers' defaults where a key is missing or null."""
+    stated = {key: value for key, value in values.items() if value is not None}
+    optional = {
+        key: _number(stated, key, where)
+        for key in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+        if key in stated
+    }
+    factor = _number(values, "factor", where)
+    derived = yarn_attention_factor(
+        factor, mscale=optional.get("mscale"), mscale_all_dim=optional.get("mscale_all_dim")
+    )
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position=_positive(values, "original_max_position_embeddings", where),
+        yarn=YarnSpec(
+            attention_factor=optional.get("attention_factor", derived),
+            beta_fast=optional.get("beta_fast", 32.0),
+            beta_slow=optional.get("beta_slow", 1.0),
+            truncate=bool(stated.get("truncate", True)),
+        ),
     )
 
 

@@ -31,7 +31,7 @@ from mtp_train.validate.subject import Subject, hash_head
 from runtime.head_spec import DraftVocab, NormPlacement, hash_vocab_ids, load_head, save_head
 from tests.unit.export.tampers import TAMPERS
 from tests.unit.runtime.engine_fixtures import head_spec, random_head_tensors, tiny_target
-from tests.unit.runtime.model_fixtures import LLAMA3_ROPE
+from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, YARN_ROPE
 from tests.unit.validate.subjects import RUNTIME
 
 CPU = torch.device("cpu")
@@ -125,12 +125,13 @@ def test_tensors_are_those_of_the_layout_and_the_projection_is_hidden_first(made
         assert torch.equal(written[name], target[name])
 
 
-@pytest.mark.parametrize("kind", ["default", "llama3"])
+@pytest.mark.parametrize("kind", ["default", "llama3", "yarn"])
 def test_another_reader_finds_the_targets_sizes_and_rope(kind: str, tmp_path: Path) -> None:
     from runtime.models.loader import load_target
     from tests.unit.runtime.model_fixtures import save_llama
 
-    rope = LLAMA3_ROPE if kind == "llama3" else {"rope_type": "default", "rope_theta": 7e4}
+    plain = {"rope_type": "default", "rope_theta": 7e4}
+    rope = {"default": plain, "llama3": LLAMA3_ROPE, "yarn": YARN_ROPE}[kind]
     save_llama(tmp_path / "target", vocab_size=11, rope_parameters=rope)
     target = load_target(tmp_path / "target", dtype=torch.float32, device=CPU)
     spec = head_spec(target, rope=target.config.rope)
@@ -141,7 +142,7 @@ def test_another_reader_finds_the_targets_sizes_and_rope(kind: str, tmp_path: Pa
     assert config.rope_parameters == wanted.rope_parameters
     raw = read_json(out / "config.json")
     assert raw["rope_theta"] == rope["rope_theta"]
-    assert ("rope_scaling" in raw) == (kind == "llama3")
+    assert ("rope_scaling" in raw) == (kind != "default")
     for name in (
         "hidden_size",
         "intermediate_size",

@@ -24,6 +24,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.2,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
+    "truncate": True,
+}
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -16,8 +16,10 @@ from transformers.models.llama.modeling_llama import (
 from runtime import kernel_library
 from runtime.head_spec import RopeSpec
 from runtime.kernel_library import load_kernels
-from runtime.layers import RotaryEmbedding, norm_weight, rope_inverse_frequencies
+from runtime.layers import RotaryEmbedding, norm_weight
+from runtime.models.config import parse_config
 from runtime.ops import BlockOps, TorchOps
+from runtime.rope import inverse_frequencies
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels, kernel_cache
 
 CPU = torch.device("cpu")
@@ -30,23 +32,35 @@ def ops(request) -> BlockOps:
     return fused_kernels()
 
 
+YARN = {
+    "yarn": {},
+    "yarn, all stated": {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, no whole dimensions": {"truncate": False},
+    "yarn, mscale": {"mscale": 0.7, "mscale_all_dim": 1.1},
+}
+
+
 def rope_pair(kind: str) -> tuple[RopeSpec, LlamaRotaryEmbedding]:
     parameters = dict(LLAMA3_ROPE) if kind == "llama3" else {"rope_type": "default"}
     if kind == "llama3":
         parameters["original_max_position_embeddings"] = 8192
-        spec = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-    else:
-        spec = RopeSpec(500000.0)
+    if kind in YARN:
+        parameters = {"rope_type": "yarn", "factor": 16.0} | YARN[kind]
+        parameters["original_max_position_embeddings"] = 8192
     config = LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,
         max_position_embeddings=131072,
         rope_parameters={**parameters, "rope_theta": 500000.0},
     )
+    spec = parse_config(
+        config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, generation={}, source="test"
+    ).rope
+    assert spec.kind == kind.partition(",")[0]
     return spec, LlamaRotaryEmbedding(config)
 
 
-@pytest.mark.parametrize("kind", ["default", "llama3"])
+@pytest.mark.parametrize("kind", ["default", "llama3", *YARN])
 def test_rotation_equals_transformers_at_long_positions(kind, ops):
     spec, hf = rope_pair(kind)
     positions = torch.tensor([0, 1, 63, 4097, 8192, 65535, 131071])
@@ -178,6 +192,6 @@ def test_looked_up_angles_are_those_of_their_positions():
     for positions in ([5, 0, 1023], [1024, 3], [70000], [7]):
         got = rotary.angles(torch.tensor(positions), torch.bfloat16)
         for row, position in enumerate(positions):
-            angle = position * rope_inverse_frequencies(spec, 20)
+            angle = position * inverse_frequencies(spec, 20)
             assert torch.equal(got.cos_NC[row], angle.cos().bfloat16().repeat(2))
             assert torch.equal(got.sin_NC[row], torch.cat((-angle.sin(), angle.sin())).bfloat16())

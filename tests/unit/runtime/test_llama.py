@@ -11,6 +11,7 @@ from runtime.batch import BatchMode
 from runtime.models.loader import Target, load_target
 from tests.unit.runtime.model_fixtures import (
     LLAMA3_ROPE,
+    YARN_ROPE,
     kernel_cache,
     make_batch,
     make_table,
@@ -26,6 +27,7 @@ VARIANTS = {
     "mha": {"num_key_value_heads": 4},
     "one_kv_head": {"num_key_value_heads": 1},
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
+    "yarn_rope": {"rope_parameters": YARN_ROPE},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "wide_heads": {"head_dim": 16},

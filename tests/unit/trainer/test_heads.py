@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from mtp_train.heads import build_training_head
 from mtp_train.heads.init import initialise
-from mtp_train.heads.mtp import inverse_frequencies
 from mtp_train.packing import pack
-from runtime.head_spec import EAGLE_FIELDS, NormPlacement, RopeSpec
+from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, RopeSpec, YarnSpec
+from runtime.layers import RotaryEmbedding
 from tests.unit.trainer.reference import (
     StepwiseHead,
     random_embedding,
@@ -20,6 +21,7 @@ from tests.unit.trainer.reference import (
     tiny_spec,
 )
 
+CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -177,18 +179,56 @@ def test_step_zero_equals_the_decoder_layer_of_transformers():
     ("parameters", "rope"),
     [
         ({"rope_type": "default", "rope_theta": 100000.0}, RopeSpec(100000.0)),
-        (LLAMA3, RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)),
+        (
+            LLAMA3 | {"original_max_position_embeddings": 8192},
+            RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            },
+            RopeSpec(
+                1000000.0,
+                "yarn",
+                4.0,
+                original_max_position=32768,
+                yarn=YarnSpec(attention_factor=1.0 + 0.1 * math.log(4.0)),
+            ),
+        ),
     ],
+    ids=["default", "llama3", "yarn"],
 )
-def test_rotary_frequencies_equal_those_of_transformers(parameters, rope):
+def test_rotation_is_that_of_transformers_and_of_the_inference_head_at_any_position(
+    parameters, rope
+):
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,
-        max_position_embeddings=8192,
+        max_position_embeddings=131072,
         rope_parameters=parameters,
     )
-    theirs = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(inverse_frequencies(rope, 64), theirs, rtol=0, atol=0)
+    positions = torch.tensor([0, 1, 63, 8191, 8192, 32768, 65537, 131071])
+    spec = tiny_spec(rope=rope, head_dim=64, num_heads=4, num_kv_heads=4)
+    x = torch.randn(len(positions), 4, 64, generator=torch.Generator().manual_seed(0))
+    ours = random_head(spec)._rotate(x, positions)
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
+    theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)
+    angles = RotaryEmbedding(rope, 64, device=CPU).angles(positions, torch.float32)
+    served = x * angles.cos_NC[:, None] + x.roll(32, -1) * angles.sin_NC[:, None]
+    torch.testing.assert_close(ours, served, rtol=0, atol=1e-6)
+
+
+def test_a_yarn_head_goes_through_its_file_and_other_heads_keep_theirs():
+    yarn = YarnSpec(attention_factor=1.2)
+    spec = tiny_spec(rope=RopeSpec(1e4, "yarn", 4.0, original_max_position=32, yarn=yarn))
+    assert HeadSpec.from_json(spec.to_json()) == spec
+    assert "yarn" not in tiny_spec().to_json()
+    with pytest.raises(ValueError, match="rope kind='yarn'"):
+        RopeSpec(1e4, "yarn", 4.0)
 
 
 def test_exported_tensors_are_those_of_the_spec_and_load_again():
