@@ -21,7 +21,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, host, loss, spec, train, tree, verify, vllm
+from tests.bench import decode, dump, host, loss, spec, train, tree, unroll, verify, vllm
 from tests.bench.harness import BenchResult, NotHereError
 
 RESULTS = Path("runs/bench/results.json")
@@ -60,6 +60,10 @@ def main(names: list[str]) -> int:
         benches[f"tree_{backend}_{context}"] = functools.partial(
             tree.run, target, backend=backend, context=context
         )
+    for steps in unroll.STEPS:
+        benches[f"unroll_k{steps}"] = functools.partial(unroll.run_steps, steps)
+    for length in unroll.LENGTHS:
+        benches[f"unroll_{length // 1024}k"] = functools.partial(unroll.run_length, length)
     unknown = [name for name in names if name not in benches]
     if unknown:
         sys.stderr.write(f"unknown benchmark {unknown[0]}; there are: {', '.join(benches)}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from mtp_train.heads import build_training_head
 from mtp_train.losses import head_loss
 from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import pack
+from tests.bench.unroll import kept_bytes
 from tests.unit.trainer.reference import (
     StepwiseHead,
     random_embedding,
@@ -105,6 +108,24 @@ def test_checkpointing_keeps_less_for_the_backward_pass():
         assert states[0].requires_grad
         kept.append(sum(seen.values()))
     assert kept[1] < 0.6 * kept[0]
+
+
+def test_what_is_kept_grows_with_the_steps_and_with_the_length_not_with_their_squares():
+    spec = tiny_spec()
+    embedding = random_embedding(spec)
+
+    def kept(length, num_steps, attention=BLOCKWISE):
+        head = rebuilt(spec, attention=attention)
+        sample = random_sample(spec, length, seed=1, mask="all")
+        return kept_bytes(head, pack([sample], num_steps=num_steps), embedding)
+
+    for attention in (BLOCKWISE, FlashAttention(CpuFlashKernel())):
+        by_steps = [kept(300, num_steps, attention) for num_steps in (1, 3, 5, 7)]
+        first, *others = (b - a for a, b in itertools.pairwise(by_steps))
+        assert others == pytest.approx([first] * 2, rel=0.03)
+        by_length = [kept(length, 2, attention) for length in (1000, 2000, 4000)]
+        assert by_length[2] / by_length[1] == pytest.approx(2, rel=0.02)
+        assert by_length[1] / by_length[0] == pytest.approx(2, rel=0.02)
 
 
 def test_own_tokens_are_what_the_step_before_would_draft_and_carry_no_gradient():
