@@ -107,6 +107,7 @@ class TrainerConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     attention: Literal["auto", "blockwise", "flash"] = "auto"
     activation_checkpointing: bool = False  # compute activations twice instead of keeping them
+    sequence_parallel: int = 1  # ranks that share out the rows of one micro-batch (Ulysses)
     checkpoint_every: int = 200
     keep_last: int = 2
     validate_every: int = 200

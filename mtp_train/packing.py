@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mtp_train.attention import QueryBlock, cut_queries
+from mtp_train.attention import AttentionPlan, QueryBlock, cut_queries
 
 
 class Sample(Protocol):
@@ -36,6 +36,36 @@ class Sample(Protocol):
 
 
 @dataclass(frozen=True)
+class RowLayout:
+    """How rows that several ranks share out lie in memory once they are gathered.
+
+    Each rank sends ``width`` rows, of which the first ``num_rows`` are its own; row ``n`` of all is
+    then at ``places_N[n]`` of ``num_places``.
+    """
+
+    num_rows: int
+    width: int
+    num_places: int
+    places_N: torch.Tensor
+
+    def to(self, device: torch.device) -> RowLayout:
+        return dataclasses.replace(self, places_N=self.places_N.to(device))
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """All rows of a step of which this rank has a share: what its attention is about."""
+
+    rows_N: torch.Tensor
+    parent_N: torch.Tensor
+    layout: RowLayout
+
+    def to(self, device: torch.device) -> WholeRows:
+        rows_N, parent_N = self.rows_N.to(device), self.parent_N.to(device)
+        return WholeRows(rows_N, parent_N, self.layout.to(device))
+
+
+@dataclass(frozen=True)
 class UnrollStep:
     """One unroll step of a packed batch. All index tensors are int64 and ascending."""
 
@@ -47,6 +77,21 @@ class UnrollStep:
     target_AD: torch.Tensor  # g_{i+1+k}
     blocks: tuple[QueryBlock, ...]  # attention plan of the rows
     target_lse_A: torch.Tensor | None = None  # fp32, log-sum-exp of lm_head(g_{i+1+k})
+    whole: WholeRows | None = None  # where the rows are shared out over ranks
+
+    @property
+    def layout(self) -> RowLayout | None:
+        return None if self.whole is None else self.whole.layout
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """Of all rows, also where this rank has a share of them."""
+        return AttentionPlan(self.blocks, self.rows_N if self.whole is None else self.whole.rows_N)
+
+    @property
+    def chain_parent_N(self) -> torch.Tensor:
+        """``parent_N`` of all rows."""
+        return self.parent_N if self.whole is None else self.whole.parent_N
 
 
 @dataclass(frozen=True)
@@ -58,6 +103,15 @@ class HeadBatch:
     positions_S: torch.Tensor  # position inside the sample
     cu_seqlens: tuple[int, ...]
     steps: tuple[UnrollStep, ...]
+    layout: RowLayout | None = None  # of the packed rows, where they are shared out over ranks
+
+    @property
+    def plan(self) -> AttentionPlan:
+        """Every packed row as a query."""
+        rows_S = torch.arange(self.cu_seqlens[-1])
+        return AttentionPlan(
+            cut_queries(rows_S, self.cu_seqlens), rows_S.to(self.hidden_SD.device)
+        )
 
     @property
     def num_active(self) -> tuple[int, ...]:
@@ -77,6 +131,7 @@ class HeadBatch:
                 target_AD=step.target_AD.to(device, dtype),
                 blocks=step.blocks,
                 target_lse_A=None if step.target_lse_A is None else step.target_lse_A.to(device),
+                whole=None if step.whole is None else step.whole.to(device),
             )
             for step in self.steps
         )
@@ -86,6 +141,7 @@ class HeadBatch:
             self.positions_S.to(device),
             self.cu_seqlens,
             steps,
+            None if self.layout is None else self.layout.to(device),
         )
 
 

@@ -32,6 +32,7 @@ RANGES: tuple[Rule, ...] = (
             "loss.row_chunk",
             "trainer.tokens_per_step",
             "trainer.gradient_accumulation",
+            "trainer.sequence_parallel",
             "trainer.epochs",
             "trainer.checkpoint_every",
             "trainer.keep_last",

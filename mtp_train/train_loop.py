@@ -42,9 +42,17 @@ from mtp_train.packing import (
     split_step,
 )
 from mtp_train.run_dir import PARITY_NAME, RunDirectory
+from mtp_train.sequence_parallel import (
+    ALONE,
+    HeadExchange,
+    Ulysses,
+    check_divides_heads,
+    share_rows,
+)
 from mtp_train.train_log import TrainLog
 from mtp_train.zero import HeadEngine, ensure_process_group
 from runtime.head_spec import HeadSpec, save_head
+from runtime.parallel import TorchProcessGroup
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -89,7 +97,7 @@ class TrainInputs:
 
 
 # Keys that older runs do not have in their records, where at the default they did the same.
-_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience", "own_tokens")
+_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience", "own_tokens", "sequence_parallel")
 
 
 def ignore(_: str) -> None:
@@ -118,6 +126,16 @@ class Trainer:
         self._lengths = inputs.samples.lengths.tolist()
         self._num_steps = config.loss.num_unroll_steps
         self._plan = self._plan_run()
+        # ranks with other samples; ranks with other rows of the same samples
+        self._data: ProcessGroup = group
+        self._rows: ProcessGroup | None = None
+        self._exchange: HeadExchange = ALONE
+        if config.trainer.sequence_parallel > 1:
+            check_divides_heads(inputs.spec, config.trainer.sequence_parallel)
+            mesh = group.split(config.trainer.sequence_parallel)
+            assert isinstance(mesh.tensor, TorchProcessGroup), "more than one rank"
+            self._data, self._rows = mesh.data, mesh.tensor
+            self._exchange = Ulysses(mesh.tensor)
         self._attention = choose_attention(
             config.trainer.attention,
             device=group.device,
@@ -138,6 +156,7 @@ class Trainer:
             dtype=self._dtype,
             attention=self._attention,
             activation_checkpointing=self._config.trainer.activation_checkpointing,
+            exchange=self._exchange,
         )
         head.load_tensors(self._inputs.initial)
         head.to(self._group.device)
@@ -290,15 +309,15 @@ class Trainer:
         """This rank's samples of a step, one list per micro-batch (runs on the reader thread)."""
         if step >= len(self._plan):
             return []
-        world, micro = self._group.world_size, self._config.trainer.gradient_accumulation
+        world, micro = self._data.world_size, self._config.trainer.gradient_accumulation
         parts = split_step(self._plan[step][1], self._lengths, num_parts=world * micro)
-        own = parts[self._group.rank :: world]
+        own = parts[self._data.rank :: world]
         samples = self._inputs.samples
         return [[(index, samples.get(index, dtype=self._dtype)) for index in p] for p in own]
 
     def _step(self, step: int, samples: list[list[tuple[int, Sample]]]) -> StepMetrics:
         config, state = self._config, self._state
-        counts = self._group.all_reduce_ints(self._count(samples))
+        counts = self._data.all_reduce_ints(self._count(samples))
         weight = max(loss_weight(counts, step_decay=config.loss.step_decay), 1e-30)
         sub_vocab = None
         if self._sampler is not None:
@@ -372,6 +391,9 @@ class Trainer:
                 target_lse=lse,
                 input_hidden=noisy,
             )
+        if self._rows is not None:
+            ranks = self._rows
+            batch = share_rows(batch, rank=ranks.rank, num_ranks=ranks.world_size)
         return batch.to(self._group.device, self._dtype)
 
     def _noisy(self, step: int, index: int, sample: Sample) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from mtp_train.attention import BLOCKWISE, TrainingAttention
 from mtp_train.heads.eagle import EagleHead
 from mtp_train.heads.mtp import MtpHead
+from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec
 
 HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead, "eagle": EagleHead})
@@ -21,6 +22,7 @@ def build_training_head(
     dtype: torch.dtype,
     attention: TrainingAttention = BLOCKWISE,
     activation_checkpointing: bool = False,
+    exchange: HeadExchange = ALONE,
 ) -> MtpHead:
     """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
 
@@ -33,4 +35,5 @@ def build_training_head(
         dtype=dtype,
         attention=attention,
         activation_checkpointing=activation_checkpointing,
+        exchange=exchange,
     )

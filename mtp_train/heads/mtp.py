@@ -23,12 +23,12 @@ from mtp_train.attention import (
     AttentionPlan,
     ChainStep,
     TrainingAttention,
-    cut_queries,
     extend_chain,
 )
 from mtp_train.own_tokens import own_tokens
-from mtp_train.packing import HeadBatch
+from mtp_train.packing import HeadBatch, RowLayout, UnrollStep
 from mtp_train.rows import take_rows
+from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec, check_head_tensors
 from runtime.rope import attention_factor, inverse_frequencies
 
@@ -117,12 +117,14 @@ class MtpHead(nn.Module):
         dtype: torch.dtype = torch.float32,
         attention: TrainingAttention = BLOCKWISE,
         activation_checkpointing: bool = False,
+        exchange: HeadExchange = ALONE,
     ) -> None:
         super().__init__()
         if spec.draft_vocab is not None:
             raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
         self.spec = spec
         self._attend = attention
+        self._exchange = exchange
         self._is_checkpointed = activation_checkpointing
         self.enorm = _norm(spec, spec.norms.enorm, dtype)
         self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
@@ -147,9 +149,8 @@ class MtpHead(nn.Module):
         recycled = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         states: list[torch.Tensor] = []
         for number, step in enumerate(batch.steps):
-            plan = AttentionPlan(step.blocks, step.rows_N)
             if number == 0:
-                x_ND = self._first_pass(recycled, batch, plan, caches)
+                x_ND = self._first_pass(recycled, batch, caches)
             else:
                 positions_N = batch.positions_S[step.rows_N] + number
                 ids_N = step.ids_N
@@ -160,30 +161,30 @@ class MtpHead(nn.Module):
                 )
                 for layer, cache in zip(self._layers, caches, strict=True):
                     normed_ND = layer.input_layernorm(x_ND)
-                    k_NGC, v_NGC = self._keys_values(layer, normed_ND, positions_N)
-                    cache.chain = extend_chain(cache.chain, step.parent_N, k_NGC, v_NGC)
-                    x_ND = self._block(layer, x_ND, normed_ND, positions_N, plan, cache)
+                    k_NGC, v_NGC = self._keys_values(layer, normed_ND, positions_N, step.layout)
+                    cache.chain = extend_chain(cache.chain, step.chain_parent_N, k_NGC, v_NGC)
+                    x_ND = self._block(layer, x_ND, normed_ND, positions_N, step, cache)
             normed_out = self.norm(x_ND)
             states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
             recycled = normed_out if self.spec.recycle == "post_norm" else x_ND
         return tuple(states)
 
     def _first_pass(
-        self, x_SD: torch.Tensor, batch: HeadBatch, plan: AttentionPlan, caches: list[_Cache]
+        self, x_SD: torch.Tensor, batch: HeadBatch, caches: list[_Cache]
     ) -> torch.Tensor:
         """Step 0. Every row has keys in every layer, so all rows go through all layers but the
         last, and the rows that are asked for through that one.
         """
-        positions_S = batch.positions_S
+        positions_S, step = batch.positions_S, batch.steps[0]
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             normed_SD = layer.input_layernorm(x_SD)
-            cache.k_SGC, cache.v_SGC = self._keys_values(layer, normed_SD, positions_S)
+            cache.k_SGC, cache.v_SGC = self._keys_values(
+                layer, normed_SD, positions_S, batch.layout
+            )
             if number + 1 < len(caches):
-                rows_S = torch.arange(len(x_SD))
-                every = AttentionPlan(cut_queries(rows_S, batch.cu_seqlens), rows_S.to(x_SD.device))
-                x_SD = self._block(layer, x_SD, normed_SD, positions_S, every, cache)
-        x_ND, normed_ND = (take_rows(t, plan.rows_N) for t in (x_SD, normed_SD))
-        return self._block(layer, x_ND, normed_ND, positions_S[plan.rows_N], plan, cache)
+                x_SD = self._block(layer, x_SD, normed_SD, positions_S, batch, cache)
+        x_ND, normed_ND = (take_rows(t, step.rows_N) for t in (x_SD, normed_SD))
+        return self._block(layer, x_ND, normed_ND, positions_S[step.rows_N], step, cache)
 
     def _block(
         self,
@@ -191,11 +192,12 @@ class MtpHead(nn.Module):
         x_ND: torch.Tensor,
         normed_ND: torch.Tensor,
         positions_N: torch.Tensor,
-        plan: AttentionPlan,
+        rows: HeadBatch | UnrollStep,
         cache: _Cache,
     ) -> torch.Tensor:
         # arguments, not the cache: it has grown by the time the block is computed again
-        inputs = (layer, x_ND, normed_ND, positions_N, plan, cache.k_SGC, cache.v_SGC, cache.chain)
+        keys_values = (cache.k_SGC, cache.v_SGC, cache.chain)
+        inputs = (layer, x_ND, normed_ND, positions_N, rows.plan, rows.layout, *keys_values)
         if self._is_checkpointed and torch.is_grad_enabled():
             out: torch.Tensor = checkpoint(self._compute_block, *inputs, use_reentrant=False)
             return out
@@ -208,13 +210,16 @@ class MtpHead(nn.Module):
         normed_ND: torch.Tensor,
         positions_N: torch.Tensor,
         plan: AttentionPlan,
+        layout: RowLayout | None,
         k_SGC: torch.Tensor,
         v_SGC: torch.Tensor,
         chain: tuple[ChainStep, ...],
     ) -> torch.Tensor:
         attention = layer.self_attn
         q_NHC = self._rotate(self._heads(attention.q_proj(normed_ND)), positions_N)
+        q_NHC = self._exchange.to_heads(q_NHC, layout)
         mixed_NHC = self._attend(q_NHC, k_SGC, v_SGC, plan, chain)
+        mixed_NHC = self._exchange.to_rows(mixed_NHC, layout)
         x_ND = x_ND + attention.o_proj(mixed_NHC.flatten(1))
         out: torch.Tensor = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
         return out
@@ -253,11 +258,16 @@ class MtpHead(nn.Module):
         return out
 
     def _keys_values(
-        self, layer: _DecoderLayer, normed_ND: torch.Tensor, positions_N: torch.Tensor
+        self,
+        layer: _DecoderLayer,
+        normed_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        layout: RowLayout | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attention = layer.self_attn
         k_NGC = self._rotate(self._heads(attention.k_proj(normed_ND)), positions_N)
-        return k_NGC, self._heads(attention.v_proj(normed_ND))
+        v_NGC = self._heads(attention.v_proj(normed_ND))
+        return self._exchange.to_heads(k_NGC, layout), self._exchange.to_heads(v_NGC, layout)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(x.shape[0], x.shape[1] // self.spec.head_dim, self.spec.head_dim)
