@@ -17,6 +17,7 @@ from tests.distributed.trainer_worker import Job, TinyStore, make_config, run_jo
 from tests.unit.trainer.reference import random_embedding, random_head, tiny_spec
 
 STAGES = (0, 1, 2, 3)
+CHECKPOINTED = {"activation_checkpointing": True}
 FIGURES = ("loss", "hidden_loss", "logit_loss", "learning_rate", "grad_norm", "num_active")
 
 
@@ -66,6 +67,10 @@ def equality_runs(tmp_path_factory):
                 trainer={"feature_noise": 0.3, "gradient_accumulation": 2},
             )
         )
+        if world == 2:
+            for stage, more in ((0, {}), (2, {"attention": "flash"}), (3, CHECKPOINTED)):
+                shared = {"sequence_parallel": 2} | more
+                jobs.append(Job(str(root), f"rows-stage{stage}", zero_stage=stage, trainer=shared))
         for job, outcome in zip(
             jobs, run_jobs(jobs, world_size=world, scratch=root / f"w{world}"), strict=True
         ):
@@ -87,6 +92,16 @@ def test_every_zero_stage_and_world_size_trains_the_same_head(equality_runs):
             torch.testing.assert_close(
                 tensor, reference["tensors"][tensor_name], rtol=1e-3, atol=2e-5, msg=name
             )
+
+
+def test_two_ranks_that_share_out_rows_train_what_one_rank_trains(equality_runs):
+    root, runs = equality_runs
+    curve = steps_of(root, "stage0-world1")
+    for name in ("rows-stage0", "rows-stage2", "rows-stage3"):
+        check_same_curve(steps_of(root, name), curve, rel=1e-5)
+        for tensor_name, tensor in runs[name]["tensors"].items():
+            expected = runs["stage0-world1"]["tensors"][tensor_name]
+            torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=2e-5, msg=name)
 
 
 def test_the_engine_trains_what_a_plain_loop_trains(equality_runs):
