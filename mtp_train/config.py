@@ -182,6 +182,7 @@ class ExportConfig:
     format: Literal["mimo"] = "mimo"
     draft_vocab: Literal["refuse", "drop"] = "refuse"
     unvalidated: bool = False  # allow a head without a passing parity.json of exactly its weights
+    max_length: int = 0  # tokens of a sequence that the directory allows; 0 = the target's
     read_back: bool = True  # load what was written into the runtime and compare
     check: str = ""  # check this directory instead of writing one
 

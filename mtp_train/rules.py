@@ -67,6 +67,7 @@ RANGES: tuple[Rule, ...] = (
             "loss.tail_sample_size",
             "loss.lk_eta",
             "loss.vocab_chunk",
+            "export.max_length",
             "report.max_samples",
             "trainer.max_steps",
             "trainer.validate_every",

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.run_dir import PARITY_NAME, read_json
-from mtp_train.validate.report import fastest_k, measured_markdown
+from mtp_train.validate.report import fastest_k, lengths_markdown, measured_markdown
 from runtime.files import write_atomic
 
 README_NAME = "README.md"
@@ -101,7 +101,8 @@ def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
     if not parity:
         return "Nothing: this head was exported without validation."
     subject = _subject(record, parity)
-    return f"Target and draft together, on {subject}. {measured_markdown(parity)}"
+    known = lengths_markdown(parity, served=record.head.max_position_embeddings)
+    return f"Target and draft together, on {subject}. {measured_markdown(parity)}\n\n{known}".rstrip()
 
 
 def _subject(record: ExportRecord, parity: Mapping[str, Any]) -> str:

@@ -62,7 +62,7 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
     """
     layout.refuse_path(directory)
     record, written = _read_checked(directory)
-    check_target(record.head, target_dir, cache_dir=cache_dir)
+    check_target(record.head, target_dir, cache_dir=cache_dir, may_be_shorter=True)
     target = load_config(target_dir)
     if record.num_target_layers != target.num_layers:
         raise ValueError(
@@ -76,13 +76,21 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
             )
 
 
-def check_target(spec: HeadSpec, target_dir: Path, *, cache_dir: Path | None = None) -> None:
+def check_target(
+    spec: HeadSpec,
+    target_dir: Path,
+    *,
+    cache_dir: Path | None = None,
+    may_be_shorter: bool = False,
+) -> None:
     """Raise ``ValueError`` naming the first way in which the head is not one of this target.
 
     Engines take sizes, norms and RoPE of this layout from the target (vLLM) or from the directory
-    (SGLang): they must be the same.
+    (SGLang): they must be the same. ``may_be_shorter``: but for the length, as
+    ``export.max_length`` sets it.
     """
     target = load_config(target_dir)
+    length, longest = spec.max_position_embeddings, target.max_position_embeddings
     pairs: tuple[tuple[str, Any, Any], ...] = (
         ("hidden_size", spec.hidden_size, target.hidden_size),
         ("intermediate_size", spec.intermediate_size, target.intermediate_size),
@@ -90,11 +98,7 @@ def check_target(spec: HeadSpec, target_dir: Path, *, cache_dir: Path | None = N
         ("num_key_value_heads", spec.num_kv_heads, target.num_kv_heads),
         ("head_dim", spec.head_dim, target.head_dim),
         ("vocab_size", spec.vocab_size, target.vocab_size),
-        (
-            "max_position_embeddings",
-            spec.max_position_embeddings,
-            target.max_position_embeddings,
-        ),
+        ("max_position_embeddings", max(length, longest) if may_be_shorter else length, longest),
         ("rms_norm_eps", spec.norm_eps, target.norm_eps),
         ("rope_theta", spec.rope.theta, target.rope.theta),
         ("rope_parameters", spec.rope, target.rope),

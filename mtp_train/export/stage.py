@@ -90,11 +90,28 @@ def run(config: Config, *, group: ProcessGroup) -> ExportOutcome:
         target_dir=target_dir,
         draft_vocab=config.export.draft_vocab,
         unvalidated=config.export.unvalidated,
+        max_length=config.export.max_length,
         cache_dir=cache_dir,
         verify=verify if config.export.read_back else None,
     )
     record.finish(report.record.own_sha256)
+    _warn_beyond_trained(report)
     return ExportOutcome(out_dir, report, seen[0] if seen else None)
+
+
+def _warn_beyond_trained(report: ExportReport) -> None:
+    file, served = report.path / PARITY_NAME, report.record.head.max_position_embeddings
+    lengths = read_json(file).get("lengths", {}) if file.is_file() else {}
+    trained = lengths.get("trained")
+    if trained and served > trained:
+        logger.warning(
+            "%s allows %d tokens, but the head was trained on samples of up to %d: how it drafts "
+            "beyond is unknown; export.max_length=%d lets engines draft as far as it was trained",
+            report.path,
+            served,
+            trained,
+            trained,
+        )
 
 
 def export_inputs(
@@ -108,6 +125,7 @@ def export_inputs(
         "target": fingerprint_target(target_dir, cache_dir=cache_dir),
         "draft_vocab": config.export.draft_vocab,
         "unvalidated": config.export.unvalidated,
+        "max_length": config.export.max_length,
         "read_back": config.export.read_back,
     }
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,13 +45,15 @@ def write_export(
     target_dir: Path,
     draft_vocab: Literal["refuse", "drop"] = "refuse",
     unvalidated: bool = False,
+    max_length: int = 0,
     cache_dir: Path | None = None,
     verify: Callable[[Path], object] | None = None,
 ) -> ExportReport:
     """Write ``head_dir`` (native) for serving engines into ``out_dir``, replacing what is there.
 
     ``target_dir`` is the target's Hugging Face directory. ``unvalidated``: go on without a passing
-    ``parity.json`` of exactly these weights beside the head. ``verify`` is called with the finished
+    ``parity.json`` of exactly these weights beside the head. ``max_length``: tokens of a sequence
+    that the configuration allows, at most the target's; 0 is the target's. ``verify`` is called with the finished
     directory, which has a temporary name beside ``out_dir``, before it takes its place; what it
     raises is raised here, and nothing is left behind. Raises ``ValueError`` for a head that the
     format cannot carry, that belongs to another target, or that has not been validated.
@@ -64,6 +66,12 @@ def write_export(
     spec, tensors = load_head(head_dir)
     layout.refuse_uncarried(spec, drop_draft_vocab=draft_vocab == "drop")
     check_target(spec, target_dir, cache_dir=cache_dir)
+    if max_length > spec.max_position_embeddings:
+        raise ValueError(
+            f"export.max_length={max_length}: the target has {spec.max_position_embeddings} "
+            "positions; use fewer, or 0 for all of them"
+        )
+    spec = replace(spec, max_position_embeddings=max_length or spec.max_position_embeddings)
     is_validated = has_passed(head_dir)
     if not is_validated and not unvalidated:
         raise ValueError(f"head={head_dir}: {why_unvalidated(head_dir)}")

@@ -31,6 +31,11 @@ _DIMENSIONS = (
         "Tokens per step against how many tokens stand before the draft.",
     ),
     (
+        "trained_length",
+        "By trained length",
+        "Tokens per step where as many tokens stand before the draft as in training, and beyond.",
+    ),
+    (
         "token_kind",
         "By kind of token",
         "Tokens per step by what the draft stands in: chat, code, thinking, tool call.",
@@ -45,6 +50,7 @@ def acceptance_panels(parity: Parity) -> tuple[Panel, ...]:
         *(
             _by_label(parity.breakdown, dimension, title, lead)
             for dimension, title, lead in _DIMENSIONS
+            if dimension != "trained_length" or parity.trained_len is not None
         ),
     )
 

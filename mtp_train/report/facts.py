@@ -167,6 +167,8 @@ class Parity:
     target_kv_bytes: int | None = None  # per token
     draft_kv_bytes: int | None = None
     draft_vocab: DraftVocabulary | None = None  # none: the whole vocabulary
+    trained_len: int | None = None  # tokens of the longest trained sample
+    measured_len: int | None = None  # before the furthest draft that was measured
 
 
 @dataclass(frozen=True)

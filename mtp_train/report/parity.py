@@ -62,6 +62,8 @@ def read_parity(file: Path, head: Path) -> Parity:
         target_kv_bytes=whole(speed_figures.get("target_kv_bytes_per_token")),
         draft_kv_bytes=whole(speed_figures.get("draft_kv_bytes_per_token")),
         draft_vocab=_draft_vocab(mapping(content.get("draft_vocab"))),
+        trained_len=whole(mapping(content.get("lengths")).get("trained")),
+        measured_len=whole(mapping(content.get("lengths")).get("measured")),
     )
 
 

@@ -39,7 +39,9 @@ class Verdict:
 
 def judge(facts: RunFacts) -> Verdict:
     reasons = tuple(
-        reason for part in (_about_rungs, _about_speed, _about_acceptance) for reason in part(facts)
+        reason
+        for part in (_about_rungs, _about_speed, _about_acceptance, _about_lengths)
+        for reason in part(facts)
     )
     kinds = {reason.kind for reason in reasons}
     order: Sequence[Kind] = ("against", "open", "for", "note")
@@ -152,6 +154,18 @@ def _about_acceptance(facts: RunFacts) -> Iterator[Reason]:
             f"Only {row.num_drafts:,} drafts were measured on {formats.set_name(row.prompt_set)}; "
             f"{facts.min_drafts:,} are asked for.",
         )
+
+
+def _about_lengths(facts: RunFacts) -> Iterator[Reason]:
+    trained, measured = facts.parity.trained_len, facts.parity.measured_len
+    if trained is None or measured is None:
+        return
+    known = max(trained, measured)
+    yield Reason(
+        "note",
+        f"Trained on samples of up to {trained:,} tokens, measured behind up to {measured:,}; how "
+        f"it drafts beyond {known:,} is unknown.",
+    )
 
 
 def _title(answer: Answer, facts: RunFacts) -> str:

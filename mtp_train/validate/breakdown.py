@@ -1,4 +1,4 @@
-"""Acceptance by task, by context length and by kind of token.
+"""Acceptance by task, by context length, inside and beyond the trained length, by kind of token.
 
 A draft (a verification step with all K tokens) belongs to exactly one label of each dimension, by
 where its first token stands; so the labels of a dimension add up to the pooled counts exactly.
@@ -23,10 +23,15 @@ _PROMPT_TAIL = 32  # tokens of the prompt in which a thought may have been opene
 
 
 def break_down(
-    measured: Measured, *, categories: Sequence[str], decode: Decode | None = None
+    measured: Measured,
+    *,
+    categories: Sequence[str],
+    decode: Decode | None = None,
+    trained_len: int | None = None,
 ) -> list[BreakdownRow]:
     """Rows of every dimension. ``categories``: one per generation, or none when the prompt set is
     one task. Without ``decode`` the kinds of token are left out: there is no text to look at.
+    ``trained_len``: tokens of the longest trained sample; without it that dimension is left out.
     """
     generations = measured.generations
     tasks = categories or [measured.prompt_set] * len(generations)
@@ -39,6 +44,14 @@ def break_down(
         lambda index, step: context_label(context_len(generations[index], step)),
         order=[context_label(position) for position in sorted(positions)],
     )
+    if trained_len is not None:
+        names = (f"up to the trained {trained_len:,}", f"beyond the trained {trained_len:,}")
+        rows += rows_by_label(
+            measured,
+            "trained_length",
+            lambda index, step: names[context_len(generations[index], step) > trained_len],
+            order=names,
+        )
     if decode is not None:
         kinds = [answer_kinds(generation, decode) for generation in generations]
         rows += rows_by_label(
@@ -66,6 +79,20 @@ def rows_by_label(
 def context_len(generation: Generation, step: SpecStep) -> int:
     """Tokens before the first one that ``step`` drafted."""
     return len(generation.prompt_ids) + step.start
+
+
+def furthest_context(measured: Sequence[Measured]) -> int | None:
+    """The longest context that any whole draft had; ``None`` without drafts."""
+    return max(
+        (
+            context_len(generation, step)
+            for item in measured
+            for generation in item.generations
+            for step in generation.steps
+            if step.k == item.k
+        ),
+        default=None,
+    )
 
 
 def context_label(num_tokens: int) -> str:

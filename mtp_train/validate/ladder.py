@@ -20,7 +20,7 @@ from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.reader import FeatureReader
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
-from mtp_train.validate.breakdown import break_down
+from mtp_train.validate.breakdown import break_down, furthest_context
 from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.measure import Measured, measure_acceptance, rate_intervals
 from mtp_train.validate.output import write_report
@@ -34,6 +34,7 @@ from mtp_train.validate.prompt_sets import (
 from mtp_train.validate.report import (
     AcceptanceResult,
     BreakdownRow,
+    ContextLengths,
     LadderReport,
     RungResult,
     SpeedResult,
@@ -159,6 +160,7 @@ def climb(
         finished.append(FinishedRung(result, tuple(speed)))
         if journal is not None:
             journal.write(finished)
+    trained_len = _trained_len(stores, subject, run_dir)
     return LadderReport(
         target=subject.target(subject.runtime_dtype).fingerprint,
         head=str(subject.head_path),
@@ -166,7 +168,8 @@ def climb(
         rungs=tuple(rung.result for rung in finished),
         acceptance=tuple(_describe(item.measured) for item in measured),
         speed=tuple(row for rung in finished for row in rung.speed),
-        breakdown=tuple(row for item in measured for row in _break_down(item)),
+        breakdown=tuple(row for item in measured for row in _break_down(item, trained_len)),
+        lengths=ContextLengths(trained_len, furthest_context([item.measured for item in measured])),
         samples=_samples(measured, k, run_dir) if config.report.samples else None,
     )
 
@@ -280,9 +283,21 @@ def _describe(item: Measured) -> AcceptanceResult:
     )
 
 
-def _break_down(item: MeasuredSet) -> list[BreakdownRow]:
+def _break_down(item: MeasuredSet, trained_len: int | None) -> list[BreakdownRow]:
     chosen = item.prompt_set
-    return break_down(item.measured, categories=chosen.tasks, decode=chosen.decode)
+    return break_down(
+        item.measured, categories=chosen.tasks, decode=chosen.decode, trained_len=trained_len
+    )
+
+
+def _trained_len(
+    stores: Sequence[FeatureReader], subject: Subject, run_dir: RunDirectory | None
+) -> int | None:
+    """Tokens of the longest sample of the train store; ``None`` for a head of another run."""
+    if run_dir is None or not subject.head_path.resolve().is_relative_to(run_dir.root.resolve()):
+        return None
+    lengths = [s.lengths for s in stores if s.path.name == "train" and len(s)]
+    return int(lengths[0].max()) if lengths else None
 
 
 def _samples(

@@ -23,7 +23,12 @@ from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
 from mtp_train.validate.journal import RungJournal
-from mtp_train.validate.report import LadderReport, RungResult, measured_markdown
+from mtp_train.validate.report import (
+    LadderReport,
+    RungResult,
+    lengths_markdown,
+    measured_markdown,
+)
 from mtp_train.validate.subject import dtype_name, hash_head
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import HeadSpec
@@ -204,6 +209,8 @@ here. {num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query an
 
 By `mtp validate`, target and draft together in the inference runtime. \
 {measured_markdown(report.to_dict())}
+
+{lengths_markdown(report.to_dict(), served=spec.max_position_embeddings)}
 
 ## Load
 

@@ -15,7 +15,7 @@ from mtp_train.run_dir import PARITY_NAME
 from mtp_train.validate.samples import Samples
 from runtime.metrics import Acceptance
 
-Dimension = Literal["task", "context", "token_kind"]
+Dimension = Literal["task", "context", "trained_length", "token_kind"]
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,16 @@ class SpeedResult:
 
 
 @dataclass(frozen=True)
+class ContextLengths:
+    """How far a head is known, in tokens; ``None``: not known. Beyond both it may be served, but
+    nobody has seen how it drafts there.
+    """
+
+    trained: int | None = None  # of the longest sample of the features it was trained on
+    measured: int | None = None  # before the furthest draft of any acceptance measurement
+
+
+@dataclass(frozen=True)
 class LadderReport:
     """The ladder's outcome. A rung that was not asked for is not in ``rungs``.
 
@@ -182,6 +192,7 @@ class LadderReport:
     acceptance: tuple[AcceptanceResult, ...] = ()
     speed: tuple[SpeedResult, ...] = ()
     breakdown: tuple[BreakdownRow, ...] = ()
+    lengths: ContextLengths = ContextLengths()
     samples: Samples | None = field(default=None, repr=False)
 
     @property
@@ -213,6 +224,7 @@ class LadderReport:
             ],
             "speed": [row.to_dict() for row in self.speed],
             "breakdown": [row.to_dict() for row in self.breakdown],
+            "lengths": asdict(self.lengths),
         }
 
 
@@ -241,6 +253,23 @@ def measured_markdown(parity: Mapping[str, Any]) -> str:
 {verdicts}
 
 All figures and their bounds are in `{PARITY_NAME}`."""
+
+
+def lengths_markdown(parity: Mapping[str, Any], *, served: int) -> str:
+    """How far the head is known against the ``served`` length, as a sentence or two for a README;
+    empty where nothing is known.
+    """
+    lengths = parity.get("lengths", {})
+    trained, measured = lengths.get("trained"), lengths.get("measured")
+    parts = [f"Trained on up to {trained:,} tokens"] if trained else []
+    parts += [f"measured behind up to {measured:,}"] if measured else []
+    if not parts:
+        return ""
+    text = ", ".join(parts)
+    text = f"{text[0].upper()}{text[1:]}; the configuration allows {served:,}."
+    if trained and served > trained:
+        text += f" Acceptance beyond {max(trained, measured or 0):,} tokens is unknown."
+    return text
 
 
 def fastest_k(parity: Mapping[str, Any]) -> int | None:

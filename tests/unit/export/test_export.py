@@ -170,6 +170,31 @@ def test_reading_back_gives_the_native_head_hidden_first(made: Path) -> None:
     assert all(torch.equal(tensors[name], native[name]) for name in native)
 
 
+def test_a_shorter_length_is_what_engines_read_and_a_longer_one_is_refused(made: Path) -> None:
+    target_len = load_head(made / "head")[0].max_position_embeddings
+    directory = made / "short" / "mimo"
+    write_export(
+        made / "head",
+        directory,
+        format="mimo",
+        target_dir=made / "target",
+        unvalidated=True,
+        max_length=target_len // 2,
+    )
+    assert read_json(directory / "config.json")["max_position_embeddings"] == target_len // 2
+    check_export(directory, target_dir=made / "target")
+    assert read_export(directory)[0].max_position_embeddings == target_len // 2
+    with pytest.raises(ValueError, match=r"export\.max_length=.*positions"):
+        write_export(
+            made / "head",
+            directory,
+            format="mimo",
+            target_dir=made / "target",
+            unvalidated=True,
+            max_length=target_len + 1,
+        )
+
+
 def test_a_hidden_first_head_is_not_permuted(tmp_path: Path) -> None:
     make_head(tmp_path, concat="hidden_embedding")
     out = export(tmp_path)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mtp_train.validate.bootstrap import Interval
-from mtp_train.validate.breakdown import break_down, context_label
+from mtp_train.validate.breakdown import break_down, context_label, furthest_context
 from mtp_train.validate.measure import Measured, acceptance_sums, measure_acceptance, tau_interval
+from mtp_train.validate.report import lengths_markdown
 from mtp_train.validate.token_kinds import find_spans, token_kinds
 from runtime.metrics import pool_acceptance
 from runtime.request import Generation, SpecStep
@@ -112,6 +113,32 @@ def test_a_draft_counts_where_its_first_token_stands() -> None:
         "tau_interval": None,
         "prompts": 1,
     }
+
+
+def test_drafts_inside_and_beyond_the_trained_length_are_told_apart() -> None:
+    prompt = tuple(i % 11 for i in range(126))
+    steps = (SpecStep((8, 3), 2, 1), SpecStep((3, 2), 1, 4), SpecStep((5,), 0, 9))
+    measured = measured_of([Generation("0", prompt, (0,) * 10, "length", steps)], 2)
+    rows = break_down(measured, categories=(), trained_len=127)
+    table = {r.label: r.accepted for r in rows if r.dimension == "trained_length"}
+    assert table == {"up to the trained 127": (1, 1), "beyond the trained 127": (1, 0)}
+    assert furthest_context([measured]) == 130, "a clipped step is no draft"
+    assert furthest_context([]) is None
+    inside = break_down(measured, categories=(), trained_len=5000)
+    assert [r.label for r in inside if r.dimension == "trained_length"] == [
+        "up to the trained 5,000"
+    ]
+
+
+def test_a_readme_says_how_far_the_head_is_known() -> None:
+    known = {"lengths": {"trained": 512, "measured": 900}}
+    text = lengths_markdown(known, served=8192)
+    assert text == (
+        "Trained on up to 512 tokens, measured behind up to 900; the configuration allows 8,192. "
+        "Acceptance beyond 900 tokens is unknown."
+    )
+    assert "unknown" not in lengths_markdown(known, served=512)
+    assert lengths_markdown({}, served=8192) == ""
 
 
 def test_without_text_the_kinds_are_left_out() -> None:
