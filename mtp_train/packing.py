@@ -109,9 +109,7 @@ class HeadBatch:
     def plan(self) -> AttentionPlan:
         """Every packed row as a query."""
         rows_S = torch.arange(self.cu_seqlens[-1])
-        return AttentionPlan(
-            cut_queries(rows_S, self.cu_seqlens), rows_S.to(self.hidden_SD.device)
-        )
+        return AttentionPlan(cut_queries(rows_S, self.cu_seqlens), rows_S.to(self.hidden_SD.device))
 
     @property
     def num_active(self) -> tuple[int, ...]:

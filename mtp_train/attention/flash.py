@@ -2,9 +2,10 @@
 
 A flash kernel returns its part's output and log-sum-exp, and its backward knows no gradient of the
 log-sum-exp. It is folded in: the softmax over all keys is ``exp(score - joint_lse)``, and a flash
-backward computes ``P = exp(score - lse)`` and ``dS = P * (dP - sum(dO * O))`` from whatever ``lse``,
-``O`` and ``dO`` it is given. Given the *joint* log-sum-exp and the *joint* output, what it returns
-is the exact gradient of its part of the joint softmax, the path through the log-sum-exp included.
+backward computes ``P = exp(score - lse)`` and ``dS = P * (dP - sum(dO * O))`` from whatever
+``lse``, ``O`` and ``dO`` it is given. Given the *joint* log-sum-exp and the *joint* output, what it
+returns is the exact gradient of its part of the joint softmax, the path through the log-sum-exp
+included.
 
 Shape legend: S packed key rows, N query rows, H query heads, G key/value heads, R = H/G, C head
 width, J chain length.
@@ -125,9 +126,7 @@ class _Merged(torch.autograd.Function):
         q_NHC, k_SGC, v_SGC, out, lse, *rest = ctx.saved_tensors
         count = ctx.num_steps
         grad_out = grad_out.contiguous()
-        part = ctx.kernel.backward(
-            grad_out, q_NHC, k_SGC, v_SGC, ctx.plan, out_NHC=out, lse_NH=lse
-        )
+        part = ctx.kernel.backward(grad_out, q_NHC, k_SGC, v_SGC, ctx.plan, out_NHC=out, lse_NH=lse)
         if not count:
             return part.q_NHC, part.k_SGC, part.v_SGC, None, None, None
         rows, chain_k, chain_v = rest[:count], rest[count : 2 * count], rest[2 * count :]

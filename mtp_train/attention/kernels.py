@@ -75,17 +75,15 @@ class CpuFlashKernel(PrefixKernel):
             q, out, grad = (_laid_out(x[own], local, width) for x in (q_NHC, out_NHC, grad_NHC))
             lse = _laid_out(lse_NH[own], local, width)
             for keys, is_causal in _parts(span):
-                d_q, d_k, d_v = (
-                    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                        _batched(grad),
-                        _batched(q),
-                        _batched(_repeated(k_SGC[keys], q)),
-                        _batched(_repeated(v_SGC[keys], q)),
-                        _batched(out),
-                        lse.t()[None],
-                        0.0,
-                        is_causal,
-                    )
+                d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    _batched(grad),
+                    _batched(q),
+                    _batched(_repeated(k_SGC[keys], q)),
+                    _batched(_repeated(v_SGC[keys], q)),
+                    _batched(out),
+                    lse.t()[None],
+                    0.0,
+                    is_causal,
                 )
                 grad_q[own] += d_q[0].transpose(0, 1)[local]
                 for total, part in ((grad_k, d_k), (grad_v, d_v)):

@@ -102,7 +102,9 @@ def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
         return "Nothing: this head was exported without validation."
     subject = _subject(record, parity)
     known = lengths_markdown(parity, served=record.head.max_position_embeddings)
-    return f"Target and draft together, on {subject}. {measured_markdown(parity)}\n\n{known}".rstrip()
+    return (
+        f"Target and draft together, on {subject}. {measured_markdown(parity)}\n\n{known}".rstrip()
+    )
 
 
 def _subject(record: ExportRecord, parity: Mapping[str, Any]) -> str:

@@ -53,10 +53,11 @@ def write_export(
 
     ``target_dir`` is the target's Hugging Face directory. ``unvalidated``: go on without a passing
     ``parity.json`` of exactly these weights beside the head. ``max_length``: tokens of a sequence
-    that the configuration allows, at most the target's; 0 is the target's. ``verify`` is called with the finished
-    directory, which has a temporary name beside ``out_dir``, before it takes its place; what it
-    raises is raised here, and nothing is left behind. Raises ``ValueError`` for a head that the
-    format cannot carry, that belongs to another target, or that has not been validated.
+    that the configuration allows, at most the target's; 0 is the target's. ``verify`` is called
+    with the finished directory, which has a temporary name beside ``out_dir``, before it takes its
+    place; what it raises is raised here, and nothing is left behind. Raises ``ValueError`` for a
+    head that the format cannot carry, that belongs to another target, or that has not been
+    validated.
     """
     if format != "mimo":
         raise ValueError(f"export.format={format!r}; supported: mimo")

@@ -106,8 +106,8 @@ class MtpHead(nn.Module):
     """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
 
     The states are those that ``lm_head`` reads (``spec.logits_from``), ``[N_k, D]`` in the
-    parameters' dtype. With ``activation_checkpointing`` attention and MLP of every step are computed
-    again in the backward pass instead of being kept.
+    parameters' dtype. With ``activation_checkpointing`` attention and MLP of every step are
+    computed again in the backward pass instead of being kept.
     """
 
     def __init__(

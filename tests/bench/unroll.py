@@ -1,4 +1,4 @@
-"""`unroll_k*`, `unroll_*k`: one forward and backward of a head's unroll, over K and over the length.
+"""`unroll_k*`, `unroll_*k`: one forward and backward of a head's unroll, over K and the length.
 
 Ours beside the same head with dense masks: one mask of query rows × (packed rows + all entries of
 the chain), whose scores exist at once. Kept memory is what the forward saves for the backward, each
@@ -50,7 +50,9 @@ class DenseAttention(TrainingAttention):
     ) -> torch.Tensor:
         borders = sorted({block.k_start for block in plan.blocks})
         rows_N = plan.rows_N
-        starts = torch.tensor(borders)[torch.bucketize(rows_N, torch.tensor(borders), right=True) - 1]
+        starts = torch.tensor(borders)[
+            torch.bucketize(rows_N, torch.tensor(borders), right=True) - 1
+        ]
         columns = torch.arange(len(k_SGC))
         seen = [(columns <= rows_N[:, None]) & (columns >= starts[:, None])]
         seen += [torch.arange(len(s.k_MGC)) == s.rows_N[:, None] for s in chain]
@@ -106,9 +108,7 @@ def run_length(length: int) -> BenchResult:
     return _result(name, length, ours, peer, f"one sample of {length} tokens, 2 steps")
 
 
-def _result(
-    name: str, num_rows: int, ours: _Measured, peer: _Measured, what: str
-) -> BenchResult:
+def _result(name: str, num_rows: int, ours: _Measured, peer: _Measured, what: str) -> BenchResult:
     return BenchResult(
         name=name,
         ours=num_rows / ours.seconds,
@@ -137,15 +137,11 @@ def _compare(
             started = time.perf_counter()
             side()
             times[index].append(time.perf_counter() - started)
-    first, second = (
-        _Measured(statistics.median(t), k) for t, k in zip(times, kept, strict=True)
-    )
+    first, second = (_Measured(statistics.median(t), k) for t, k in zip(times, kept, strict=True))
     return first, second
 
 
-def _side(
-    spec: HeadSpec, attention: TrainingAttention, batch: HeadBatch
-) -> Callable[[], int]:
+def _side(spec: HeadSpec, attention: TrainingAttention, batch: HeadBatch) -> Callable[[], int]:
     head = build_training_head(spec, dtype=torch.float32, attention=attention)
     head.load_tensors(
         initialise(

@@ -56,6 +56,15 @@ def test_notes_say_where_it_is_not_faster_and_where_another_k_is(facts: RunFacts
     ]
 
 
+def test_a_note_says_up_to_which_length_the_head_is_known(facts: RunFacts) -> None:
+    known = with_parity(facts, trained_len=2048, measured_len=1500)
+    assert sentences(known, "note")[-1] == (
+        "Trained on samples of up to 2,048 tokens, measured behind up to 1,500; how it drafts "
+        "beyond 2,048 is unknown."
+    )
+    assert judge(known).answer == judge(facts).answer
+
+
 @pytest.mark.parametrize("name", [f"P{number}" for number in range(7)])
 def test_a_failed_rung_is_a_no(facts: RunFacts, name: str) -> None:
     failed = with_rung(facts, name, passed=False)

@@ -87,9 +87,7 @@ class DenseVarlen:
         assert max_q == cum_seq_q.diff().max()
         assert max_k == cum_seq_k.diff().max()
         seen = torch.zeros(len(query), len(key), dtype=torch.bool)
-        for q0, q1, k0, k1 in zip(
-            cum_seq_q, cum_seq_q[1:], cum_seq_k, cum_seq_k[1:], strict=False
-        ):
+        for q0, q1, k0, k1 in zip(cum_seq_q, cum_seq_q[1:], cum_seq_k, cum_seq_k[1:], strict=False):
             rows = torch.arange(int(q1 - q0)) + int(k1 - k0) - int(q1 - q0)
             seen[q0:q1, k0:k1] = rows[:, None] >= torch.arange(int(k1 - k0))
         ratio = query.shape[1] // key.shape[1]

@@ -32,9 +32,7 @@ def test_shares_of_all_ranks_are_the_batch(num_ranks, every_row):
         own = [share.steps[k] for share in shares]
         layout = own[0].layout
         assert torch.equal(gathered([s.ids_N for s in own], layout), step.ids_N)
-        positions = [
-            share.positions_S[s.rows_N] for share, s in zip(shares, own, strict=True)
-        ]
+        positions = [share.positions_S[s.rows_N] for share, s in zip(shares, own, strict=True)]
         assert torch.equal(gathered(positions, layout), whole.positions_S[step.rows_N])
         assert torch.equal(own[0].plan.rows_N, step.rows_N)
         assert own[0].plan.blocks == step.blocks
