@@ -101,6 +101,10 @@ class _Cache:
     def __init__(self) -> None:
         self.chain: tuple[ChainStep, ...] = ()
 
+    def extend(self, parent_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor) -> None:
+        """Go on with the rows that ``parent_N`` picks from the step before."""
+        self.chain = extend_chain(self.chain, parent_N, k_NGC, v_NGC)
+
 
 class MtpHead(nn.Module):
     """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
@@ -162,7 +166,7 @@ class MtpHead(nn.Module):
                 for layer, cache in zip(self._layers, caches, strict=True):
                     normed_ND = layer.input_layernorm(x_ND)
                     k_NGC, v_NGC = self._keys_values(layer, normed_ND, positions_N, step.layout)
-                    cache.chain = extend_chain(cache.chain, step.chain_parent_N, k_NGC, v_NGC)
+                    cache.extend(step.chain_parent_N, k_NGC, v_NGC)
                     x_ND = self._block(layer, x_ND, normed_ND, positions_N, step, cache)
             normed_out = self.norm(x_ND)
             states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
