@@ -27,12 +27,7 @@ class PhaseSeconds:
     @property
     def total(self) -> float:
         return (
-            self.data_wait
-            + self.pack
-            + self.forward
-            + self.loss
-            + self.backward
-            + self.optimiser
+            self.data_wait + self.pack + self.forward + self.loss + self.backward + self.optimiser
         )
 
 
