@@ -50,7 +50,8 @@ def _expand(argument: str, known: Mapping[str, str]) -> str:
     first, dot, rest = key.partition(".")
     if not equals or first not in known:
         return argument
-    if known[first].startswith(f"{first}."):  # also a section and a group: target=NAME
-        if dot or value in _GROUP_OPTIONS.get(first, ()):
-            return argument
+    # target=NAME, where target is a section and a group as well
+    is_section = known[first].startswith(f"{first}.")
+    if is_section and (dot or value in _GROUP_OPTIONS.get(first, ())):
+        return argument
     return f"{known[first]}{dot}{rest}={value}"

@@ -53,6 +53,7 @@ _STEPS = 10
 _WARM_STEPS = 3
 _DECODE_TOKENS = 40
 _DUMP_SECONDS = 6.0
+_NORMALISER_ROWS = 512
 _MIN_BATCH_TOKENS = 2048
 
 
@@ -133,14 +134,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         _train(config, facts, group, loss, rows, embedding, lm_head, num_rows=number)
         for loss, number in ((full, count), (hot, 2 * count))
     )
-    normaliser_s = _seconds(
-        lambda: target_log_normaliser(
-            torch.randn(512, facts.hidden_size, dtype=dtype, device=device),
-            lm_head,
-            row_chunk=config.loss.row_chunk,
-        ),
-        device,
-    )
+    normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
     base = 0.0
     if small.peak_bytes and device.type == "cpu":
         counted = sum(
@@ -150,7 +144,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
             )
         )
         base = max(0.0, small.peak_bytes - counted)
-    del embedding, lm_head
+    del embedding, lm_head  # the target brings its own
     target = open_target(config.target, device=device, runtime=config.runtime)
     batch, decode_s = _decode(config, target.model, rows, facts)
     dump_rate = _dump(config, target.model, rows, facts)
@@ -161,7 +155,9 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         backward=_line(small, large, "backward"),
         loss_full=Line(0.0, small.cost.loss_flops / small.phases.loss),
         loss_hot=Line(0.0, large.cost.loss_flops / large.phases.loss),
-        normaliser=Line(0.0, 2.0 * 512 * facts.vocab_size * facts.hidden_size / normaliser_s),
+        normaliser=Line(
+            0.0, 2.0 * _NORMALISER_ROWS * facts.vocab_size * facts.hidden_size / normaliser_s
+        ),
         optimiser=Line(
             0.0,
             count_weights(plan_head_spec(facts, config.head))
@@ -309,12 +305,15 @@ def _random_rows(count: int, length: int, vocab: int, *, seed: int = 0) -> list[
     return ids
 
 
-def _seconds(work: object, device: torch.device) -> float:
-    assert callable(work)
+def _normaliser_seconds(lm_head_VD: torch.Tensor, *, row_chunk: int) -> float:
+    """Median seconds of the target's log-sum-exp of a few hundred rows."""
+    device = lm_head_VD.device
+    shape = (_NORMALISER_ROWS, lm_head_VD.shape[1])
+    rows = torch.randn(shape, dtype=lm_head_VD.dtype, device=device)
     taken = []
     for _ in range(4):
         started = time.perf_counter()
-        work()
+        target_log_normaliser(rows, lm_head_VD, row_chunk=row_chunk)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - started)

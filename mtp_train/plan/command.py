@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +60,10 @@ def plan_for(config: Config) -> Plan:
             from mtp_train.console import make_console
             from mtp_train.plan.calibrate import calibrate
 
-            with make_console(stderr=True).status("measuring this machine"):
-                save_calibration(calibrate(config, facts), file)
+            # The trainer's progress is not the plan: standard output may be read by a program.
+            with make_console(stderr=True).status("measuring"), redirect_stdout(sys.stderr):
+                measured = calibrate(config, facts)
+            save_calibration(measured, file)
         hardware = load_calibration(file)
     return make_plan(config, facts, hardware, num_tokens=config.data.max_tokens_total)
 
@@ -84,7 +88,7 @@ def target_facts(config: Config) -> TargetFacts:
     if path in BUILT_IN or place.suffix == ".gguf":
         from mtp_train.features.target import target_directory
 
-        return read_facts(target_directory(config.target))
+        return replace(read_facts(target_directory(config.target)), name=path)
     found = find_known(path)
     if found is None:
         raise ValueError(
