@@ -115,16 +115,10 @@ def make_plan(config: Config, facts: TargetFacts, hardware: Hardware, *, num_tok
     return _Planner(config, facts, hardware, num_tokens).plan()
 
 
-def training_memory_parts(
-    config: Config,
-    facts: TargetFacts,
-    loss: LossConfig,
-    cost: StepCost,
-    *,
-    dtype: torch.dtype,
-    tokens: int,
-) -> tuple[Part, ...]:
-    """What one CPU process holds that trains with ``loss`` and does not validate."""
+def lasting_bytes(
+    config: Config, facts: TargetFacts, loss: LossConfig, *, dtype: torch.dtype
+) -> float:
+    """What one CPU process keeps between steps that trains with ``loss`` and does not validate."""
     states = head_states(
         count_weights(plan_head_spec(facts, config.head)),
         zero_stage=config.deepspeed.zero_stage,
@@ -133,12 +127,8 @@ def training_memory_parts(
         is_cpu=True,
     )
     embedding = float(facts.num_embedding_weights * dtype.itemsize)
-    return (
-        Part("embedding, lm_head", embedding, "of the target"),
-        *_hot_rows(loss, facts, dtype.itemsize),
-        Part("head and its optimiser", states.total, "as ZeRO keeps them"),
-        *_cost_parts(cost, tokens),
-    )
+    hot = sum(part.num_bytes for part in _hot_rows(loss, facts, dtype.itemsize))
+    return embedding + hot + states.total
 
 
 class _Planner:
@@ -241,12 +231,24 @@ class _Planner:
         tokens = self._micro_batch(self.config.trainer.gradient_accumulation)
         states = self._states(self.config.deepspeed.zero_stage)
         cost = self.costs.of(tokens + self.rows.num_tokens)
-        parts = (*self._beside_training(), *self._head_parts(states), *_cost_parts(cost, tokens))
+        parts = (
+            *self._beside_training(),
+            *self._head_parts(states),
+            *_cost_parts(cost, tokens),
+            *self._heap(cost),
+        )
         return MemoryUse("training", parts, self.hardware.memory_bytes)
 
     def _base(self) -> tuple[Part, ...]:
         size = self.hardware.speeds.base_bytes
         return (Part("process", size, "measured: interpreter, libraries"),) if size else ()
+
+    def _heap(self, cost: StepCost) -> tuple[Part, ...]:
+        factor = self.hardware.speeds.heap_factor
+        if factor == 1:
+            return ()
+        more = (factor - 1) * cost.peak_bytes
+        return (Part("allocator", more, f"measured: {factor:.2f} x the three above"),)
 
     def _beside_training(self) -> tuple[Part, ...]:
         """What lies on a training rank whatever it trains with."""
@@ -301,6 +303,7 @@ class _Planner:
         room = USABLE_SHARE * self.hardware.memory_bytes - fixed
         one_row = self.rows.num_tokens
         fitting = 0
+        room /= self.hardware.speeds.heap_factor
         if self.costs.of(2 * one_row).peak_bytes <= room:
             low, high = 2, 2**20  # rows; the micro-batch may end with one that is too much
             while low + 1 < high:

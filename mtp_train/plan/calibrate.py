@@ -32,12 +32,13 @@ from mtp_train.heads.init import initialise
 from mtp_train.losses import target_log_normaliser
 from mtp_train.packing import Sample
 from mtp_train.phases import PhaseSeconds
-from mtp_train.plan.bill import LARGEST_HOT, training_memory_parts
+from mtp_train.plan.bill import LARGEST_HOT, lasting_bytes
 from mtp_train.plan.facts import TargetFacts, count_weights, plan_head_spec
 from mtp_train.plan.hardware import DISK_BYTES_PER_S, Hardware, Line, Speeds
 from mtp_train.plan.step_cost import Rows, StepCost, StepCosts
 from mtp_train.targets import open_target
-from mtp_train.train_loop import Trainer, TrainInputs
+from mtp_train.train_loop import TrainInputs
+from mtp_train.trainer import Trainer  # with all that a training process loads
 from mtp_train.validate.measure import make_requests
 from runtime.cpu import set_threads
 from runtime.engine import Engine
@@ -135,15 +136,17 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         for loss, number in ((full, count), (hot, 2 * count))
     )
     normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
-    base = 0.0
-    if small.peak_bytes and device.type == "cpu":
-        counted = sum(
-            part.num_bytes
-            for part in training_memory_parts(
-                config, facts, full, small.cost, dtype=dtype, tokens=small.num_tokens
+    base, factor = 0.0, 1.0
+    if device.type == "cpu" and small.peak_bytes:
+        base, factor = fit_memory(
+            *(
+                (
+                    run.peak_bytes - lasting_bytes(config, facts, loss, dtype=dtype),
+                    run.cost.peak_bytes,
+                )
+                for run, loss in ((small, full), (large, hot))
             )
         )
-        base = max(0.0, small.peak_bytes - counted)
     del embedding, lm_head  # the target brings its own
     target = open_target(config.target, device=device, runtime=config.runtime)
     batch, decode_s = _decode(config, target.model, rows, facts)
@@ -168,6 +171,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         decode=Line(0.0, facts.num_weights * dtype.itemsize / decode_s),
         disk_bytes_per_s=disk_rate,
         base_bytes=base,
+        heap_factor=factor,
     )
     return Hardware(
         name="here",
@@ -225,6 +229,15 @@ def _train(
     }
     cost = StepCosts(spec, loss, rows, dtype=embedding.dtype).of(tokens)
     return _TrainRun(PhaseSeconds(**phases), cost, tokens, _peak(group.device))
+
+
+def fit_memory(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
+    """Base and factor of ``peak = base + factor * passing`` through two runs, each given as (peak
+    without lasting tensors, passing tensors) in bytes. The factor is 1 at least.
+    """
+    (peak_1, passing_1), (peak_2, passing_2) = small, large
+    factor = max(1.0, (peak_2 - peak_1) / (passing_2 - passing_1))
+    return max(0.0, peak_1 - factor * passing_1), factor
 
 
 def _line(small: _TrainRun, large: _TrainRun, phase: str) -> Line:

@@ -43,6 +43,7 @@ class Speeds:
     decode: Line  # bytes of weights read per step
     disk_bytes_per_s: float  # of the machine
     base_bytes: float = 0.0  # of a training process without any tensor
+    heap_factor: float = 1.0  # what the allocator holds, times what is alive, of passing tensors
 
 
 @dataclass(frozen=True)

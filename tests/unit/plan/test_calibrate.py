@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from mtp_train.plan import calibrate as module
-from mtp_train.plan.calibrate import calibrate
+from mtp_train.plan.calibrate import calibrate, fit_memory
 from mtp_train.plan.command import plan_for
 from mtp_train.plan.facts import read_facts
 from mtp_train.plan.hardware import Line, load_calibration, save_calibration
 from tests.unit.cli.test_commands import compose
 from tests.unit.features.targets import save_target
+
+
+def test_memory_is_a_base_and_a_share_of_what_passes() -> None:
+    assert fit_memory((700.0, 100.0), (900.0, 200.0)) == (500.0, 2.0)
+    assert fit_memory((700.0, 100.0), (750.0, 200.0)) == (600.0, 1.0)
 
 
 @pytest.mark.slow
