@@ -193,7 +193,8 @@ class _Planner:
     def _pool(self, *, share: int) -> Part:
         runtime = self.config.runtime
         slots = runtime.num_pages * runtime.page_size
-        values = self.facts.kv_width * self.facts.num_layers + self.facts.head_kv_width
+        values = self.facts.kv_width * self.facts.num_layers
+        values += self.facts.head_kv_width * self.config.head.num_layers
         return Part(
             "K/V pool",
             slots * values * self.width / share,

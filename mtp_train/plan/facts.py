@@ -134,7 +134,7 @@ def read_facts(path: Path) -> TargetFacts:
 
 
 def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
-    """The head that would be trained for such a target: one plain decoder layer of its width.
+    """The head that would be trained for such a target: plain decoder layers of its width.
 
     A target with latent attention or experts gets a head with as many ordinary heads and its dense
     MLP. Rotary settings do not matter to sizes.
@@ -151,6 +151,7 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
         rope=RopeSpec(theta=10000.0),
         norm_eps=1e-5,
         target_fingerprint="",
+        num_layers=head.num_layers,
         concat=head.concat,
         recycle=head.recycle,
         first_embedding_mask=head.first_embedding_mask,
