@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 # Shares of the published peaks, assumed and never measured.
 TRAIN_SHARE = 0.3
@@ -119,8 +120,11 @@ def load_calibration(file: Path) -> Hardware:
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        lines = {k: Line(**v) if isinstance(v, dict) else v for k, v in raw["speeds"].items()}
-        return Hardware(**(raw | {"speeds": Speeds(**lines)}))
+        speeds: dict[str, Any] = {
+            name: Line(**value) if isinstance(value, dict) else value
+            for name, value in raw["speeds"].items()
+        }
+        return Hardware(**(raw | {"speeds": Speeds(**speeds)}))
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: damaged ({error}); measure again: plan.calibrate=true"

@@ -69,9 +69,11 @@ def test_states_are_those_that_deepspeed_keeps(stage: int, dtype: str) -> None:
     count, measured = json.loads(done.stdout.splitlines()[-1])
     width = 4 if dtype == "float32" else 2
     states = head_states(count, zero_stage=stage, ranks=1, width=width, is_cpu=False)
-    # Not alive at that moment: the bucket of stage 2, gradients in bf16, stage 3's gathered copy.
-    passing = {0: 0, 1: 0, 2: states.bucket + 2 * count, 3: 4 * count}[stage]
-    assert measured == pytest.approx(states.total - passing, rel=0.1, abs=20_000)
+    # Between steps the bucket of stage 2 and stage 3's gathered copy are gone, and gradients in
+    # bf16 may be: they pass.
+    gone = {0: 0.0, 1: 0.0, 2: states.bucket, 3: 2.0 * count}[stage]
+    passing = 2.0 * count if stage > 1 else 0.0
+    assert 0.95 * (states.total - gone - passing) <= measured <= 1.05 * (states.total - gone)
 
 
 def test_only_what_a_stage_shares_out_shrinks_with_the_ranks() -> None:
