@@ -14,7 +14,7 @@ import torch
 from mtp_train.config import LossConfig
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, head_loss
-from mtp_train.packing import HeadBatch, pack
+from mtp_train.packing import HeadBatch, UnrollStep, pack
 from mtp_train.plan.operator_meter import OperatorMeter
 from runtime.head_spec import HeadSpec
 
@@ -160,7 +160,8 @@ def _sub_vocabulary(spec: HeadSpec, loss: LossConfig, dtype: torch.dtype) -> Sub
 
 
 def _tensors(batch: HeadBatch) -> Iterator[torch.Tensor]:
-    for part in (batch, *batch.steps):
+    parts: tuple[HeadBatch | UnrollStep, ...] = (batch, *batch.steps)
+    for part in parts:
         for field in fields(part):
             value = getattr(part, field.name)
             if isinstance(value, torch.Tensor):
