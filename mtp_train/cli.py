@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from mtp_train import check_render, demo, generate, stages
 from mtp_train.app import Stage, run_command
 from mtp_train.doctor.command import run_doctor, take_flags
+from mtp_train.plan.command import run_plan
+from mtp_train.plan.command import take_flags as take_plan_flags
 
 Prepare = Callable[[Callable[..., int], Sequence[str]], tuple[Stage, list[str]]]
 
@@ -67,6 +69,13 @@ COMMANDS = (
         generate.take_prompt,
     ),
     Command("report", stages.run_report, "what is there of the run", "report.html"),
+    Command(
+        "plan",
+        run_plan,
+        "a target's config.json",
+        "nothing: memory, disk, hours",
+        take_plan_flags,
+    ),
     Command("doctor", run_doctor, "this machine", "nothing: says what to fix", take_flags),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),
 )

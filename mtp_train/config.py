@@ -231,6 +231,17 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """`mtp plan`: what a run will need. ``data.max_tokens_total`` are its tokens."""
+
+    hardware: str = "8xh100"  # here: this machine, as plan.calibrate measured it
+    calibrate: bool = False  # measure this machine first, two minutes at most
+    row_tokens: int = 600  # prompt and answer of a training row
+    answer_tokens: int = 400  # of them
+    json: bool = False  # one JSON object instead of tables
+
+
+@dataclass(frozen=True)
 class CheckRenderConfig:
     """`mtp data check-render`: the server's prompts beside those of the rows."""
 
@@ -283,5 +294,6 @@ class Config:
     report: ReportConfig = ReportConfig()
     generate: GenerateConfig = GenerateConfig()
     doctor: DoctorConfig = DoctorConfig()
+    plan: PlanConfig = PlanConfig()
     check_render: CheckRenderConfig = CheckRenderConfig()
     hot_vocab: HotVocabConfig = HotVocabConfig()

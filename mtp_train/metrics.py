@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from mtp_train.phases import PhaseSeconds
 from runtime.head_spec import HeadSpec
 
 
@@ -16,7 +17,7 @@ class StepMetrics:
     """One optimiser step. Losses are global means over active positions.
 
     ``step`` counts from 1. ``updates`` counts the steps that changed the weights; ``skipped`` those
-    that were not finite.
+    that were not finite. ``seconds`` are the first rank's.
     """
 
     step: int
@@ -30,6 +31,7 @@ class StepMetrics:
     num_active: int
     updates: int
     skipped: int
+    seconds: PhaseSeconds
 
 
 class Validation(Protocol):

@@ -47,6 +47,8 @@ RANGES: tuple[Rule, ...] = (
             "engine.max_running",
             "engine.timeout_s",
             "generate.max_tokens",
+            "plan.row_tokens",
+            "plan.answer_tokens",
             "preflight.num_prompts",
             "preflight.max_prompt_tokens",
             "preflight.max_tokens",
@@ -213,6 +215,20 @@ def _check_rendering(config: Config) -> None:
     if settings.url:
         check_url(settings.url, "check_render.url", key_field="check_render.api_key_env")
     check_variable(settings.api_key_env, "check_render.api_key_env")
+
+
+def _check_plan(config: Config) -> None:
+    plan = config.plan
+    if plan.answer_tokens > plan.row_tokens - 3:
+        raise ConfigError(
+            f"plan.answer_tokens={plan.answer_tokens} with plan.row_tokens={plan.row_tokens}: a "
+            "row is a prompt of at least three tokens and the answer"
+        )
+    if plan.calibrate and plan.hardware != "here":
+        raise ConfigError(
+            f"plan.hardware={plan.hardware} with plan.calibrate=true: this machine is measured; "
+            "set plan.hardware=here"
+        )
 
 
 def _check_hot_vocab(config: Config) -> None:
@@ -424,6 +440,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_data,
     _check_regeneration,
     _check_rendering,
+    _check_plan,
     _check_hot_vocab,
     _check_features,
     _check_loss,

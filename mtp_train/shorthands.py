@@ -16,6 +16,11 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "hot_vocab": {"sizes": "hot_vocab.sizes", "k": "validate.k"},
         "export": {"format": "export.format"},
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
+        "plan": {
+            "target": "target.path",
+            "tokens": "data.max_tokens_total",
+            **{name: f"plan.{name}" for name in ("hardware", "calibrate", "json")},
+        },
         "generate": {
             name: f"generate.{name}"
             for name in (
@@ -25,6 +30,10 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
+
+
+# A group of the same name as a shorthand: its options keep their meaning.
+_GROUP_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType({"target": ("local", "smollm2")})
 
 
 def expand_shorthands(command: str, arguments: Sequence[str]) -> list[str]:
@@ -40,5 +49,9 @@ def _expand(argument: str, known: Mapping[str, str]) -> str:
     key, equals, value = argument.partition("=")
     first, dot, rest = key.partition(".")
     if not equals or first not in known:
+        return argument
+    # target=NAME, where target is a section and a group as well
+    is_section = known[first].startswith(f"{first}.")
+    if is_section and (dot or value in _GROUP_OPTIONS.get(first, ())):
         return argument
     return f"{known[first]}{dot}{rest}={value}"

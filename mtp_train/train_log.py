@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -82,6 +83,7 @@ class TrainLog:
                 "train/grad_norm": metrics.grad_norm,
                 "train/skipped": metrics.skipped,
                 "speed/tokens_per_s": tokens_per_s,
+                **{f"seconds/{name}": s for name, s in asdict(metrics.seconds).items()},
             },
         )
         if self._progress is not None:

@@ -41,6 +41,7 @@ from mtp_train.packing import (
     plan_epoch,
     split_step,
 )
+from mtp_train.phases import PhaseClock
 from mtp_train.run_dir import PARITY_NAME, RunDirectory
 from mtp_train.sequence_parallel import (
     ALONE,
@@ -148,6 +149,7 @@ class Trainer:
                 inputs.kept_ids, inputs.lm_head_VD, sample_size=config.loss.tail_sample_size
             )
         self._target_lse: dict[int, torch.Tensor] = {}  # sample -> fp32 [T]; kept over epochs
+        self._clock = PhaseClock(group.device)
 
     def train(self) -> TrainReport:
         """Train to the end, from the run's newest checkpoint if there is one."""
@@ -263,7 +265,8 @@ class Trainer:
         metrics: StepMetrics | None = None
         ahead: Future[list[list[tuple[int, Sample]]]] | None = None
         for step in range(first, total):
-            samples = ahead.result() if ahead is not None else self._read(step)
+            with self._clock.phase("data_wait"):
+                samples = ahead.result() if ahead is not None else self._read(step)
             ahead = reader.submit(self._read, step + 1) if step + 1 < total else None
             metrics = self._step(step, samples)
             tokens += metrics.num_tokens
@@ -325,14 +328,17 @@ class Trainer:
         # [unusable gradients, loss, hidden part, logit part], summed over ranks
         sums = torch.zeros(4, dtype=torch.float64, device=self._group.device)
         for number, part in enumerate(samples):
-            sums[1:] += self._accumulate(self._pack(step, part), weight, sub_vocab)
+            with self._clock.phase("pack"):
+                batch = self._pack(step, part)
+            sums[1:] += self._accumulate(batch, weight, sub_vocab)
             if number + 1 < len(samples):
                 self._engine.end_micro_batch()
         sums[0] = self._engine.take_nonfinite()
         bad, loss, hidden, logit = (float(x) for x in self._group.all_reduce(sums).tolist())
         is_finite = bad == 0 and abs(loss) < float("inf")  # NaN compares false
         rate = learning_rate(state.updates, total=len(self._plan), config=config.trainer)
-        norm = self._engine.step(learning_rate=rate, is_finite=is_finite)
+        with self._clock.phase("optimiser"):
+            norm = self._engine.step(learning_rate=rate, is_finite=is_finite)
         epoch, indices = self._plan[step]
         self._state = dataclasses.replace(
             state,
@@ -354,18 +360,21 @@ class Trainer:
             num_active=sum(counts),
             updates=self._state.updates,
             skipped=self._state.skipped,
+            seconds=self._clock.take(),
         )
 
     def _accumulate(
         self, batch: HeadBatch, weight: float, sub_vocab: SubVocabulary | None
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its loss sums (fp64 ``[3]``)."""
-        drafts_by = self._inputs.lm_head_VD if self._config.loss.own_tokens else None
-        states = self._engine(batch, self._inputs.embedding_VD, drafts_by)
-        parts = head_loss(
-            states, batch, self._inputs.lm_head_VD, config=self._config.loss, sub_vocab=sub_vocab
-        )
-        self._engine.backward(parts.total / weight)
+        loss, lm_head = self._config.loss, self._inputs.lm_head_VD
+        with self._clock.phase("forward"):
+            drafts_by = lm_head if loss.own_tokens else None
+            states = self._engine(batch, self._inputs.embedding_VD, drafts_by)
+        with self._clock.phase("loss"):
+            parts = head_loss(states, batch, lm_head, config=loss, sub_vocab=sub_vocab)
+        with self._clock.phase("backward"):
+            self._engine.backward(parts.total / weight)
         return torch.stack((parts.total.detach(), parts.hidden, parts.logit)).double()
 
     def _count(self, samples: list[list[tuple[int, Sample]]]) -> list[int]:

@@ -139,6 +139,14 @@ def test_the_engine_trains_what_a_plain_loop_trains(equality_runs):
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=2e-5, msg=name)
 
 
+def test_every_step_says_where_its_seconds_went(equality_runs):
+    root, _ = equality_runs
+    phases = {"data_wait", "pack", "forward", "loss", "backward", "optimiser"}
+    for step in steps_of(root, "accumulate-world2").values():
+        assert step["seconds"].keys() == phases
+        assert all(step["seconds"][name] > 0 for name in phases)
+
+
 def test_sub_vocabulary_loss_does_not_depend_on_the_world_size(equality_runs):
     root, _ = equality_runs
     one, two = (steps_of(root, f"sub-vocabulary-world{world}") for world in (1, 2))

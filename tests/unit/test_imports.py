@@ -34,6 +34,7 @@ LIGHT_MODULES = (
     "mtp_train.report.page",
     "mtp_train.doctor.__main__",
     "mtp_train.doctor.driver",
+    "mtp_train.plan.__main__",
 )
 
 

@@ -1,0 +1,1 @@
+"""`mtp plan`: what a run will need, before it is started."""
