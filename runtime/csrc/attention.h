@@ -307,25 +307,78 @@ struct Batch {
   std::vector<double> costs;  // of the tasks up to each one, this included
 };
 
+// The first tile of a thread: tiles are dealt out in order, about as much work to each thread.
+inline long first_task(const std::vector<double>& costs, long thread, long threads) {
+  const double share = costs.empty() ? 0 : costs.back() / threads;
+  return std::lower_bound(costs.begin(), costs.end(), share * thread + share / 1e6) - costs.begin();
+}
+
+inline std::vector<double> add_up(const std::vector<Task>& tasks, long group) {
+  std::vector<double> costs;
+  double cost = 0;
+  for (const Task& task : tasks) {
+    // Laying out 64 keys takes as long as eight rows take with them.
+    cost += (double)(task.num_keys() + kKeyBlock) * (8 + group * task.q_count);
+    costs.push_back(cost);
+  }
+  return costs;
+}
+
+// What the thread with the most work has to do.
+inline double most_work(const std::vector<double>& costs, long threads) {
+  double most = 0;
+  for (long thread = 0; thread < threads; thread++) {
+    const long first = first_task(costs, thread, threads);
+    const long last = thread + 1 == threads ? (long)costs.size() : first_task(costs, thread + 1, threads);
+    if (last > first) most = std::max(most, costs[last - 1] - (first ? costs[first - 1] : 0));
+  }
+  return most;
+}
+
+// Tiles whose rows are cut where a thread's share of the work ends: a few heads on more threads, or
+// three on two. A row's result does not depend on the rows beside it.
+inline std::vector<Task> cut_at_shares(const std::vector<Task>& tasks, const std::vector<double>& costs,
+                                       long threads) {
+  std::vector<Task> cut;
+  for (size_t i = 0; i < tasks.size(); i++) {
+    const double before = i ? costs[i - 1] : 0;
+    Task task = tasks[i];
+    long taken = 0;
+    for (long thread = 1; thread < threads; thread++) {
+      const double part = (costs.back() * thread / threads - before) / (costs[i] - before);
+      const long rows = part > 0 && part < 1 ? std::lround(part * tasks[i].q_count) - taken : 0;
+      if (rows <= 0 || rows >= task.q_count) continue;
+      cut.push_back({task.request, task.kv_head, task.q_start, rows});
+      task.q_start += rows, task.q_count -= rows, taken += rows;
+    }
+    cut.push_back(task);
+  }
+  return cut;
+}
+
 // `described`: six numbers per request, as runtime/cpu_kernels.py says.
 Batch make_batch(const int64_t* described, long num_requests, const Shape& shape) {
-  const long group = shape.heads / shape.kv_heads;
+  const long group = shape.heads / shape.kv_heads, threads = omp_get_max_threads();
   const long positions = std::max<long>(1, kMaxRows / group);
   Batch batch;
   batch.requests.resize(num_requests);
-  double cost = 0;
   for (long b = 0; b < num_requests; b++) {
     const int64_t* d = described + 6 * b;
     batch.requests[b] = {(long)d[0], (long)d[1], (long)d[2], (const int64_t*)d[3],
                          (long)d[4], (const uint8_t*)d[5]};
     for (long start = 0; start < d[1]; start += positions)
       for (long g = 0; g < shape.kv_heads; g++) {
-        const Task task{&batch.requests[b], g, start, std::min<long>(positions, d[1] - start)};
-        // Laying out 64 keys takes as long as eight rows take with them.
-        cost += (double)(task.num_keys() + kKeyBlock) * (8 + group * task.q_count);
-        batch.tasks.push_back(task);
-        batch.costs.push_back(cost);
+        batch.tasks.push_back({&batch.requests[b], g, start, std::min<long>(positions, d[1] - start)});
       }
+  }
+  batch.costs = add_up(batch.tasks, group);
+  if (threads > 1 && (long)batch.tasks.size() < 8 * threads) {
+    std::vector<Task> cut = cut_at_shares(batch.tasks, batch.costs, threads);
+    std::vector<double> costs = add_up(cut, group);
+    if (most_work(costs, threads) < most_work(batch.costs, threads)) {
+      batch.tasks = std::move(cut);
+      batch.costs = std::move(costs);
+    }
   }
   return batch;
 }
@@ -334,15 +387,9 @@ Batch make_batch(const int64_t* described, long num_requests, const Shape& shape
 struct TaskRange {
   long first, last;
   explicit TaskRange(const Batch& batch) {
-    const long num_tasks = (long)batch.tasks.size();
-    const double share = num_tasks ? batch.costs.back() / omp_get_num_threads() : 0;
-    const auto first_of = [&](long thread) {
-      return std::lower_bound(batch.costs.begin(), batch.costs.end(), share * thread + share / 1e6) -
-             batch.costs.begin();
-    };
-    const long thread = omp_get_thread_num();
-    first = first_of(thread);
-    last = thread + 1 == omp_get_num_threads() ? num_tasks : first_of(thread + 1);
+    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    first = first_task(batch.costs, thread, threads);
+    last = thread + 1 == threads ? (long)batch.tasks.size() : first_task(batch.costs, thread + 1, threads);
   }
 };
 
