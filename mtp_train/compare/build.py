@@ -74,15 +74,15 @@ def _row(
     if measured and baseline and not is_baseline:
         gap = difference(measured, baseline)
         if gap is None:
-            missing.append("a difference: its target is another one than the baseline's")
+            missing.append("no difference: its target is another one than the baseline's")
     if condition and run.acceptance and measured is None:
         there = ", ".join(dict.fromkeys(f"{one.prompt_set} at K={one.k}" for one in run.acceptance))
-        missing.append(f"this measurement; it has {there}")
+        missing.append(f"not measured so; it has {there}")
     absent = [key for key in _all_keys(flat) if key not in flat[label]]
     if absent and flat[label]:
         named = ", ".join(absent[:_MOST_NAMED])
         more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
-        missing.append(f"settings that others have: {named}{more}")
+        missing.append(f"no record of settings that others have: {named}{more}")
     return RunRow(
         records=run,
         label=label,

@@ -12,11 +12,12 @@ import numpy as np
 from mtp_train.compare.facts import Condition, Cost, PromptTable, RunRecords, Unreadable
 from mtp_train.recorded import deciding_settings
 from mtp_train.report.facts import Parity, RunFacts
-from mtp_train.report.json_values import mapping, number, rows, text, whole
+from mtp_train.report.json_values import mapping, number, numbers, rows, text, whole
 from mtp_train.report.reader import read_run
 from mtp_train.run_dir import PARITY_NAME, read_json
 
 _WEIGHTS = "model.safetensors"
+_METADATA = "__metadata__"  # of safetensors' header
 
 
 def read_runs(paths: Sequence[str]) -> tuple[list[RunRecords], list[Unreadable]]:
@@ -94,9 +95,6 @@ def _count_values(file: Path) -> int:
     return sum(int(np.prod(shape)) for shape in shapes if isinstance(shape, list))
 
 
-_METADATA = "__metadata__"
-
-
 def _read_prompts(root: Path) -> dict[Condition, PromptTable]:
     """Counts by prompt of the head that ``parity.json`` is of; empty where there are none."""
     file = root / "prompt_counts.json"
@@ -108,11 +106,11 @@ def _read_prompts(root: Path) -> dict[Condition, PromptTable]:
     found = {}
     for row in rows(content.get("rows")):
         k = whole(row.get("k")) or 0
-        counts = np.asarray(row.get("counts"), dtype=np.int64)
         digests = tuple(map(text, row.get("prompts") or ()))
-        if counts.shape != (len(digests), 1 + k):
+        counts = [numbers(entry) for entry in row.get("counts") or ()]
+        if len(counts) != len(digests) or any(len(entry) != 1 + k for entry in counts):
             raise ValueError(
-                f"{file}: counts of shape {list(counts.shape)} for {len(digests)} prompts and K={k}"
+                f"{file}: there have to be {1 + k} counts for each of {len(digests)} prompts, K={k}"
             )
         condition = Condition(
             text(row.get("prompt_set")),
@@ -121,7 +119,7 @@ def _read_prompts(root: Path) -> dict[Condition, PromptTable]:
             text(row.get("draft_mode")),
             whole(row.get("max_tokens")) or 0,
         )
-        found[condition] = PromptTable(digests, counts)
+        found[condition] = PromptTable(digests, np.asarray(counts, dtype=np.int64))
     return found
 
 
@@ -144,29 +142,31 @@ def _missing(
 ) -> list[str]:
     found = []
     if not settings:
-        found.append("config.yaml: the settings are not known")
+        found.append("no config.yaml: the settings are not known")
     if cost.steps is None:
         found.append("no training steps in events.jsonl")
     elif cost.trained_tokens is None:
-        found.append("tokens per step in events.jsonl")
+        found.append("no tokens of each step in events.jsonl")
     if cost.head_bytes is None:
-        found.append("head/")
+        found.append("no head/")
     if cost.feature_bytes is None:
-        found.append("features (removed, or never dumped)")
+        found.append("no features (removed, or never dumped)")
     if cost.data_tokens is None:
-        found.append("data/statistics.json")
+        found.append("no data/statistics.json")
     if not facts.parity.acceptance:
-        found.append("acceptance: mtp validate has not measured this run")
+        found.append("no acceptance: mtp validate has not measured this run")
     elif not has_prompts:
         found.append(
-            "counts by prompt (measured by an older version, or of another head): remove "
+            "no counts by prompt (measured by an older version, or of another head): remove "
             "validate.json and run mtp validate again for a paired difference"
         )
     if facts.parity.is_stale:
-        found.append("figures of the present head: parity.json is of another one, validate again")
+        found.append(
+            "no figures of the present head: parity.json is of another one, validate again"
+        )
     unfinished = [stage.name for stage in facts.logbook.stages if not stage.is_finished]
     if unfinished:
-        found.append(f"the end of {', '.join(unfinished)}")
+        found.append(f"did not finish: {', '.join(unfinished)}")
     return found
 
 

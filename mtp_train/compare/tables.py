@@ -103,7 +103,7 @@ def turned(content: Table) -> Table:
 
 def missing_lines(comparison: Comparison) -> list[str]:
     """What is not there, run by run, and arguments that are no runs."""
-    lines = [f"{one.label}: no {what}" for one in comparison.runs for what in one.missing]
+    lines = [f"{one.label}: {what}" for one in comparison.runs for what in one.missing]
     lines += [
         f"{one.label}: unpaired, for {one.difference.why_unpaired}"
         for one in comparison.runs
