@@ -195,7 +195,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     assert found["gone"] == ("there is no such directory", True)
     assert found["multirun.yaml"] == ("a file, not a run directory", False)
     assert found["other"][0].startswith("no run: ")
-    with pytest.raises(ValueError, match="no run to compare: .*an empty directory"):
+    with pytest.raises(ValueError, match=r"no run to compare: .*an empty directory"):
         compare(runs(tmp_path / "empty"))
 
 

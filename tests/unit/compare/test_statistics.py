@@ -193,6 +193,6 @@ def test_the_baseline_is_the_first_the_best_or_named() -> None:
         chosen = choose_baseline(runs, wanted)
         assert chosen is not None
         assert chosen.records.name == name
-    with pytest.raises(ValueError, match="compare.baseline=c: no such run with figures; allowed"):
+    with pytest.raises(ValueError, match=r"compare.baseline=c: no such run with figures; allowed"):
         choose_baseline(runs, "c")
     assert choose_baseline([], "best") is None
