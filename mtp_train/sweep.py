@@ -138,7 +138,7 @@ def _swept_keys(given: Sequence[str]) -> frozenset[str]:
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    fixed = set()
+    fixed, varied = set(), set()
     for argument in given:
         if argument.startswith("-"):
             continue
@@ -146,7 +146,7 @@ def _swept_keys(given: Sequence[str]) -> frozenset[str]:
             override = parser.parse_override(argument)
         except HydraException:
             continue  # the value of an option
-        if not override.is_sweep_override():
-            fixed.add(override.key_or_group)
+        kind = varied if override.is_sweep_override() else fixed
+        kind.add(override.key_or_group)
     own = {parser.parse_override(text).key_or_group for text in HydraConfig.get().overrides.task}
-    return frozenset(own - fixed)
+    return frozenset(own - (fixed - varied))
