@@ -73,7 +73,11 @@ def parse(name: str, arguments: list[str]) -> Config:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_of_a_document_is_valid(document: Path) -> None:
+def test_every_command_of_a_document_is_valid(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "mine" / "data").mkdir(parents=True)  # what members of a sweep share
+    monkeypatch.chdir(tmp_path)
     text = document.read_text(encoding="utf-8")
     assert unknown_commands(text) == []
     for name, arguments in commands_of(text):
