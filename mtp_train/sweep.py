@@ -138,7 +138,8 @@ def _swept_keys(given: Sequence[str]) -> frozenset[str]:
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    fixed, varied = set(), set()
+    fixed: set[str] = set()
+    varied: set[str] = set()
     for argument in given:
         if argument.startswith("-"):
             continue
