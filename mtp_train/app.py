@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +20,7 @@ from mtp_train.config import Config
 from mtp_train.errors import StageRefusedError
 from mtp_train.settings import ConfigError, known_keys, load_config, unknown_key_message
 from mtp_train.shorthands import expand_shorthands
+from mtp_train.sweep import MemberFailedError, check_direction, member_config, objective
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,32 +33,45 @@ def run_command(command: str, stage: Stage) -> NoReturn:
     """Run ``stage`` as the Hydra app ``conf/mtp_<command>.yaml`` on ``sys.argv``; never returns.
 
     ``stage`` takes the validated configuration and returns an exit code. It runs once, or once
-    per combination of a sweep (``--multirun``); a sweep goes on after a failing member and
-    returns the highest code.
+    per member of a sweep (``--multirun``); a sweep goes on after a failing member and returns the
+    highest code, of members in other processes the first that is not 0.
     """
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     sys.argv[1:] = _sweep_flag_first(expand_shorthands(command, sys.argv[1:]))
-    swept = _swept_keys(sys.argv[1:])
-    codes: list[int] = []
+    is_sweep = bool({"-m", "--multirun"} & set(sys.argv[1:]))
+    given = tuple(sys.argv[1:])
+    codes: list[int] = []  # of members that ran in this process
 
-    def job(raw: DictConfig) -> None:
+    def job(raw: DictConfig) -> float | None:
+        if not is_sweep:
+            codes.append(_run_stage(_validated(raw, refuse), stage, in_sweep=False))
+            return None
+        config = member_config(_validated(raw, fail_member), raw, given)
         try:
-            config = _validated(raw, swept)
+            check_direction()
+            code = _run_stage(config, stage, in_sweep=True)
+            if not code:
+                codes.append(0)
+                return objective(command, config)
         except ConfigError as error:
-            if not swept:
-                refuse(str(error))
-            _tell(str(error))
-            codes.append(2)
-            return
-        codes.append(_run_stage(config, stage, in_sweep=bool(swept)))
+            fail_member(str(error))
+        codes.append(code)
+        raise MemberFailedError(code)
+
+    def fail_member(message: str) -> NoReturn:
+        _tell(message)
+        codes.append(2)
+        raise MemberFailedError(2)
 
     app = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=f"mtp_{command}")
     try:
         with _errors_reach_us():
             app(job)()
+    except MemberFailedError as error:  # the first one; the others ran as well
+        codes.append(error.code)
     except (HydraException, OmegaConfBaseException) as error:
         refuse(_explain(error))
     except BrokenPipeError:  # `mtp train --help | head`
@@ -84,26 +97,31 @@ def _sweep_flag_first(arguments: list[str]) -> list[str]:
     return flags + [a for a in arguments if a not in flags]
 
 
+def config_values(config: Config) -> dict[str, Any]:
+    """The configuration as plain nested values, which ``load_config`` takes."""
+    from mtp_train.events import to_jsonable
+
+    values: dict[str, Any] = to_jsonable(config)
+    values["data"]["chat_template_kwargs"] = dict(values["data"]["chat_template_kwargs"])
+    values["engine"]["args"] = dict(values["engine"]["args"])
+    return values
+
+
 def dump_config(config: Config) -> str:
     """The configuration as YAML that ``--config-dir``/overrides can give back."""
     import yaml
 
-    from mtp_train.events import to_jsonable
-
-    values = to_jsonable(config)
-    values["data"]["chat_template_kwargs"] = dict(values["data"]["chat_template_kwargs"])
-    values["engine"]["args"] = dict(values["engine"]["args"])
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True)
 
 
-def _validated(raw: DictConfig, swept: frozenset[str]) -> Config:
+def _validated(raw: DictConfig, fail: Callable[[str], NoReturn]) -> Config:
     from omegaconf import OmegaConf
 
     values: Any = OmegaConf.to_container(raw, resolve=True)
-    config = load_config(values)
-    if swept and "run.name" not in swept:
-        config = replace(config, run=replace(config.run, name=_sweep_name(config, raw, swept)))
-    return config
+    try:
+        return load_config(values)
+    except ConfigError as error:
+        fail(str(error))
 
 
 def _run_stage(config: Config, stage: Stage, *, in_sweep: bool) -> int:
@@ -122,49 +140,6 @@ def _run_stage(config: Config, stage: Stage, *, in_sweep: bool) -> int:
             refuse(message, code=1)
         sys.stderr.write(f"mtp: {config.run.name}: {message}\n")
         return 1
-
-
-def _sweep_name(config: Config, raw: DictConfig, swept: frozenset[str]) -> str:
-    """Each member of a sweep needs its own run; the name says what is different about it."""
-    from omegaconf import OmegaConf
-
-    parts = []
-    for key in sorted(swept):
-        if key == "run.root" or key.startswith("hydra."):
-            continue
-        value = OmegaConf.select(raw, key)
-        if OmegaConf.is_dict(value):  # a group was swept: its options differ in content, not name
-            value = _group_choice(key)
-        elif OmegaConf.is_list(value):
-            value = "+".join(map(str, value))
-        parts.append(f"{key.rpartition('.')[2]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', str(value))}")
-    return "-".join([config.run.name, *parts])
-
-
-def _group_choice(group: str) -> str:
-    from hydra.core.hydra_config import HydraConfig
-
-    return str(HydraConfig.get().runtime.choices[group])
-
-
-def _swept_keys(arguments: list[str]) -> frozenset[str]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if not {"-m", "--multirun"} & set(arguments):
-        return frozenset()
-    parser = OverridesParser.create()
-    keys = set()
-    for argument in arguments:
-        if argument.startswith("-"):
-            continue
-        try:
-            override = parser.parse_override(argument)
-        except HydraException:
-            continue  # the value of an option, or something that Hydra itself will refuse
-        if override.is_sweep_override():
-            keys.add(override.key_or_group)
-    return frozenset(keys)
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mtp_train import check_render, demo, generate, stages
+from mtp_train import check_render, demo, generate, reproduce, stages
 from mtp_train.app import Stage, run_command
+from mtp_train.compare.command import run_compare, take_runs
 from mtp_train.doctor.command import run_doctor, take_flags
 from mtp_train.plan.command import run_plan
 from mtp_train.plan.command import take_flags as take_plan_flags
@@ -75,6 +76,14 @@ COMMANDS = (
         "a target's config.json",
         "nothing: memory, disk, hours",
         take_plan_flags,
+    ),
+    Command("compare", run_compare, "records of several runs", "nothing: shows them", take_runs),
+    Command(
+        "reproduce",
+        reproduce.run_reproduce,
+        "records of a run",
+        "nothing: prints its commands",
+        reproduce.take_run,
     ),
     Command("doctor", run_doctor, "this machine", "nothing: says what to fix", take_flags),
     Command("demo", demo.run_demo, "nothing: all of it on a small model", "summary.json"),

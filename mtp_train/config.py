@@ -29,6 +29,7 @@ class RunConfig:
 
     name: str
     root: str = "runs"
+    group: str = ""  # runs that belong together, as in wandb; a sweep's members get its name
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,28 @@ class HotVocabConfig:
 
 
 @dataclass(frozen=True)
+class CompareConfig:
+    """`mtp compare`: run directories beside each other. They are arguments as well."""
+
+    runs: tuple[str, ...] = ()
+    baseline: str = "first"  # first, best or the name of a run: what differences are against
+    set: str = ""  # prompt set; empty = the one that most of the runs were measured on
+    k: int = 0  # drafted tokens; 0 = likewise, the largest
+    html: str = ""  # file for the page; empty = none
+    json: bool = False  # one JSON object instead of tables
+
+
+@dataclass(frozen=True)
+class ReproduceConfig:
+    """`mtp reproduce`: the commands that recreate a run. It is an argument as well."""
+
+    run: str = ""  # its directory
+    name: str = ""  # run.name of the commands; empty = the run's own
+    root: str = ""  # run.root likewise
+    json: bool = False  # one JSON object instead of a script
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -297,3 +320,5 @@ class Config:
     plan: PlanConfig = PlanConfig()
     check_render: CheckRenderConfig = CheckRenderConfig()
     hot_vocab: HotVocabConfig = HotVocabConfig()
+    compare: CompareConfig = CompareConfig()
+    reproduce: ReproduceConfig = ReproduceConfig()

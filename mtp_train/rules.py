@@ -80,6 +80,7 @@ RANGES: tuple[Rule, ...] = (
             "validate.max_prompts",
             "validate.max_further_prompts",
             "generate.k",
+            "compare.k",
             "hot_vocab.speed_prompts",
             "generate.temperature",
         ),

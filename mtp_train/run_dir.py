@@ -85,6 +85,10 @@ class RunDirectory:
         return self.root / PARITY_NAME
 
     @property
+    def prompt_counts_file(self) -> Path:
+        return self.root / "prompt_counts.json"
+
+    @property
     def rungs_file(self) -> Path:
         return self.root / "rungs.json"
 

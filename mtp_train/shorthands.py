@@ -15,6 +15,8 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "data_check_render": {"url": "check_render.url", "rows": "check_render.rows"},
         "hot_vocab": {"sizes": "hot_vocab.sizes", "k": "validate.k"},
         "export": {"format": "export.format"},
+        "compare": {name: f"compare.{name}" for name in ("baseline", "set", "k", "html", "json")},
+        "reproduce": {name: f"reproduce.{name}" for name in ("name", "root", "json")},
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "plan": {
             "target": "target.path",

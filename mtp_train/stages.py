@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from mtp_train.app import dump_config
+from mtp_train.app import config_values, dump_config
 from mtp_train.config import Config
 from mtp_train.fingerprints import run_fingerprints
 from mtp_train.rules import require_chain
@@ -64,7 +64,12 @@ def open_stage(
     started = time.monotonic()
     try:
         with run.event_log(stage, is_leader=group.is_leader) as events:
-            events.write("stage_started", world_size=group.world_size, seed=config.seed)
+            events.write(
+                "stage_started",
+                world_size=group.world_size,
+                seed=config.seed,
+                settings=config_values(config),
+            )
             num_events = events.num_written
             try:
                 yield StageScope(run=run, group=group, console=console, events=events)
@@ -146,6 +151,7 @@ def run_validate(config: Config) -> int:
 
 def _climb_ladder(config: Config, scope: StageScope) -> bool:
     from mtp_train.distributed import run_on_leader
+    from mtp_train.tracking import log_ladder
     from mtp_train.validate.ladder import run
     from mtp_train.validate.output import LadderRecord
 
@@ -154,6 +160,7 @@ def _climb_ladder(config: Config, scope: StageScope) -> bool:
     if record.stored_verdict is None:
         report = run(config, group=scope.group, journal=record.journal)
         run_on_leader(scope.group, lambda: record.finish(report, scope.run.parity_file))
+        run_on_leader(scope.group, lambda: log_ladder(config, report, root=scope.run.root))
         return report.passed
     scope.console.print(
         f"validate: {scope.run.parity_file} is of this head and these settings "

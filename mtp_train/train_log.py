@@ -7,7 +7,6 @@ other places get one step in ``trainer.log_every``.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from mtp_train.config import Config
 from mtp_train.console import make_console, make_progress
 from mtp_train.events import EventLog, to_jsonable
 from mtp_train.metrics import StepMetrics, Validation
-from mtp_train.run_dir import write_text_atomic
+from mtp_train.tracking import open_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -135,24 +134,7 @@ class TrainLog:
         )
 
     def _open_wandb(self) -> None:
-        mode = self._config.trainer.wandb
-        if mode == "disabled":
-            return
-        import wandb
-
-        identity = self._root / "wandb" / "run-id"
-        if not identity.is_file():
-            write_text_atomic(identity, uuid.uuid4().hex[:16] + "\n")
-        self._wandb = wandb.init(
-            project="mtp-train",
-            name=self._config.run.name,
-            dir=str(self._root),
-            mode=mode,
-            id=identity.read_text().strip(),  # a resumed run goes on in the same curve
-            resume="allow",
-            config=to_jsonable(self._config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        self._wandb = open_wandb(self._config, root=self._root, stage="train")
 
     def _open_progress(self) -> None:
         names = ("loss", "hidden", "logit", "tok_s", "tau")

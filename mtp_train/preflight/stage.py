@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 
-from mtp_train.app import dump_config
+from mtp_train.app import config_values, dump_config
 from mtp_train.config import Config
 from mtp_train.events import to_jsonable
 from mtp_train.preflight.flight import ENGINE_HOP, Preflight
@@ -43,7 +43,7 @@ def run(config: Config) -> int:
         console.rule(f"{number}/{len(hops)} {hop.name}: {hop.question}", align="left")
 
     with run_dir.event_log("preflight") as events:
-        events.write("stage_started", seed=config.seed)
+        events.write("stage_started", seed=config.seed, settings=config_values(config))
         results = run_hops(hops, announce=announce)
         for result in results:
             events.write("hop", result)

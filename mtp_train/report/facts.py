@@ -178,6 +178,7 @@ class StepPoint:
     step: int
     loss: float
     tokens_per_s: float | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ def _curves(
         elif event["event"] == "step":
             loss = number(event.get("loss"))
             if loss is not None:
-                steps[step] = StepPoint(step, loss, number(event.get("tokens_per_s")))
+                steps[step] = StepPoint(
+                    step, loss, number(event.get("tokens_per_s")), whole(event.get("num_tokens"))
+                )
         elif event["event"] == "validation":
             point = _validation(event, step)
             if point is not None:

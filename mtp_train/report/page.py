@@ -1,19 +1,12 @@
-"""The page: facts judged, drawn and put into the template. One file, no request to anywhere.
-
-A content security policy names the hash of the one script, so that text which slipped through
-escaping could still not run.
-"""
+"""The page: facts judged, drawn and put into the template."""
 
 from __future__ import annotations
 
-import base64
 import datetime
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from mtp_train.config import ReportConfig
@@ -23,6 +16,7 @@ from mtp_train.report.facts import Acceptance, Prediction, RunFacts, Sample, Tex
 from mtp_train.report.reader import read_run
 from mtp_train.report.run_panels import run_panels, training_panels
 from mtp_train.report.speed_panels import concurrency_panel, speed_panels
+from mtp_train.report.template import render_template
 from mtp_train.report.verdict import best_speed, judge, main_acceptance, measured_cells
 from mtp_train.report.view import NOT_MEASURED, Section, Tile
 from mtp_train.run_dir import write_text_atomic
@@ -39,18 +33,9 @@ def write_page(root: Path, file: Path, config: ReportConfig) -> None:
 
 def render(facts: RunFacts, *, shows_texts: bool, now: datetime.datetime | None = None) -> str:
     """The HTML. ``now`` is what the footer says."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("mtp_train.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    script = _asset("page.js")
-    written = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%d %H:%M UTC")
-    html = environment.get_template("report.html.j2").render(
+    return render_template(
+        "report.html.j2",
+        now=now,
         facts=facts,
         verdict=judge(facts),
         tiles=_tiles(facts),
@@ -62,12 +47,7 @@ def render(facts: RunFacts, *, shows_texts: bool, now: datetime.datetime | None 
         positions=_positions(facts.texts),
         shows_texts=shows_texts,
         formats=formats,
-        style=_asset("page.css"),
-        script=script,
-        script_hash=_csp_hash(script),
-        written=written,
     )
-    return html.encode("utf-8", "replace").decode()  # lone surrogates cannot be written
 
 
 @dataclass(frozen=True)
@@ -217,12 +197,3 @@ def _spans(row: TrainingRow | None) -> list[tuple[str, bool]]:
 def _positions(texts: Texts) -> Sequence[int]:
     drafted = {token.position for sample in texts.samples for token in sample.tokens}
     return range(1, max([texts.k, *drafted]) + 1)
-
-
-def _asset(name: str) -> str:
-    return (files("mtp_train.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _csp_hash(script: str) -> str:
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"

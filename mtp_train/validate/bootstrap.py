@@ -51,3 +51,44 @@ def prompt_interval(
         return Interval(float("nan"), float("nan"), level)
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(low), float(high), level)
+
+
+def paired_interval(
+    sums_PS: np.ndarray,
+    baseline_PS: np.ndarray,
+    statistic: Statistic,
+    *,
+    level: float = 0.95,
+    num_resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Interval of the statistic of ``sums_PS`` minus that of ``baseline_PS``.
+
+    Row p of both is the same prompt, and every resample draws the same prompts for both, so that
+    what is easy or hard about a prompt cancels. Raises ``ValueError`` for unequal prompt counts.
+    """
+    if len(sums_PS) != len(baseline_PS):
+        raise ValueError(
+            f"paired bootstrap: {len(sums_PS)} prompts against {len(baseline_PS)}; both have to be "
+            "of the same prompts in the same order"
+        )
+    num_own = sums_PS.shape[1]
+    return prompt_interval(
+        np.concatenate([sums_PS, baseline_PS], axis=1),
+        lambda sums_RS: statistic(sums_RS[:, :num_own]) - statistic(sums_RS[:, num_own:]),
+        level=level,
+        num_resamples=num_resamples,
+        seed=seed,
+    )
+
+
+def tau_of_sums(sums_RS: np.ndarray) -> np.ndarray:
+    """Tokens per step of summed counts (drafts, then accepted by position), float64 ``[R]``."""
+    taus: np.ndarray = 1 + np.divide(sums_RS[:, 1:].sum(-1), np.maximum(sums_RS[:, 0], 1))
+    return taus
+
+
+def first_rate_of_sums(sums_RS: np.ndarray) -> np.ndarray:
+    """Share of drafts whose first token was accepted, of the same sums, float64 ``[R]``."""
+    rates: np.ndarray = np.divide(sums_RS[:, 1], np.maximum(sums_RS[:, 0], 1))
+    return rates

@@ -24,6 +24,7 @@ from mtp_train.validate.breakdown import break_down, furthest_context
 from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.measure import Measured, measure_acceptance, rate_intervals
 from mtp_train.validate.output import write_report
+from mtp_train.validate.prompt_counts import count_prompts
 from mtp_train.validate.prompt_sets import (
     MeasuredSet,
     PromptSet,
@@ -280,6 +281,7 @@ def _describe(item: Measured) -> AcceptanceResult:
             (interval.low, interval.high)
             for interval in rate_intervals(item.generations, item.k, level=item.tau_interval.level)
         ),
+        prompts=count_prompts(item.generations, item.k),
     )
 
 

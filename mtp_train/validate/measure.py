@@ -12,7 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mtp_train.validate.bootstrap import Interval, prompt_interval
+from mtp_train.validate.bootstrap import (
+    Interval,
+    first_rate_of_sums,
+    prompt_interval,
+    tau_of_sums,
+)
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.metrics import Acceptance, pool_acceptance
@@ -190,11 +195,7 @@ def fit_engine(
 def tau_interval(generations: Sequence[Generation], k: int, *, level: float = 0.95) -> Interval:
     """Prompt-clustered bootstrap interval of the untrimmed tau."""
     sums_PS = acceptance_sums(generations, k)
-    return prompt_interval(
-        sums_PS,
-        lambda sums_RS: 1 + np.divide(sums_RS[:, 1:].sum(-1), np.maximum(sums_RS[:, 0], 1)),
-        level=level,
-    )
+    return prompt_interval(sums_PS, tau_of_sums, level=level)
 
 
 def rate_intervals(
@@ -203,13 +204,9 @@ def rate_intervals(
     """Prompt-clustered bootstrap intervals of the untrimmed rate of each position."""
     sums_PS = acceptance_sums(generations, k)
     return tuple(
-        prompt_interval(sums_PS[:, [0, j]], _second_of_first, level=level) for j in range(1, k + 1)
+        prompt_interval(sums_PS[:, [0, j]], first_rate_of_sums, level=level)
+        for j in range(1, k + 1)
     )
-
-
-def _second_of_first(sums_R2: np.ndarray) -> np.ndarray:
-    rates: np.ndarray = np.divide(sums_R2[:, 1], np.maximum(sums_R2[:, 0], 1))
-    return rates
 
 
 def acceptance_sums(

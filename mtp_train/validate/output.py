@@ -23,6 +23,7 @@ from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
 from mtp_train.validate.journal import RungJournal
+from mtp_train.validate.prompt_counts import write_prompt_counts
 from mtp_train.validate.report import (
     LadderReport,
     RungResult,
@@ -120,7 +121,8 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
 
 def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> None:
     """``parity.json`` into the run directory and beside the head, the head's ``README.md``, and
-    ``samples.json`` into the run directory; without samples an older one is removed.
+    ``samples.json`` and ``prompt_counts.json`` into the run directory; without samples an older one
+    is removed.
     """
     content = _keep_engine_rung(report.to_dict(), run.parity_file)
     if spec.draft_vocab is not None:
@@ -135,6 +137,7 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
         run.samples_file.unlink(missing_ok=True)
     else:
         write_json_atomic(run.samples_file, report.samples.to_dict())
+    write_prompt_counts(run.prompt_counts_file, report.acceptance, head_sha256=report.head_sha256)
     write_json_atomic(run.parity_file, content)
     write_json_atomic(run.head / run.parity_file.name, content)
     if is_export(run.head):

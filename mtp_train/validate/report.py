@@ -41,6 +41,17 @@ class RungResult:
 
 
 @dataclass(frozen=True)
+class PromptCounts:
+    """One prompt's part of a measurement. ``digest`` is of its token ids; ``accepted[j]``: drafts
+    that got past position j, before trimming.
+    """
+
+    digest: str
+    num_drafts: int
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class AcceptanceResult:
     """Pooled counts over one prompt set, decoded by the runtime with target and draft together.
 
@@ -57,6 +68,7 @@ class AcceptanceResult:
     tau_high: float = math.nan
     tau_level: float = 0.95
     rate_intervals: tuple[tuple[float, float], ...] = ()  # of each position, at the same level
+    prompts: tuple[PromptCounts, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ MAX_LINES = 600
 # Parsed before the configuration is known to be right: a typo must not cost a torch import.
 LIGHT_MODULES = (
     "mtp_train.check_render",
+    "mtp_train.compare.page",
+    "mtp_train.reproduce",
     "mtp_train.cli",
     "mtp_train.app",
     "mtp_train.settings",

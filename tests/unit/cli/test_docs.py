@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep
 from hydra.errors import HydraException
 
 from mtp_train.cli import COMMANDS, find_command
@@ -46,14 +48,36 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
     return found
 
 
+def first_member(arguments: list[str]) -> list[str]:
+    """Of a sweep: its first values, without what launcher and sweeper are told."""
+    if "-m" not in arguments:
+        return arguments
+    found = []
+    for argument in arguments:
+        if argument == "-m" or argument.startswith("hydra"):
+            continue
+        override = OverridesParser.create().parse_override(argument)
+        value = override.value()
+        if isinstance(value, ChoiceSweep):
+            argument = f"{override.key_or_group}={value.list[0]}"
+        elif isinstance(value, IntervalSweep):
+            argument = f"{override.key_or_group}={value.start}"
+        found.append(argument)
+    return found
+
+
 def parse(name: str, arguments: list[str]) -> Config:
     command = BY_NAME[name]
-    _, settings = command.prepare(command.stage, arguments)
+    _, settings = command.prepare(command.stage, first_member(arguments))
     return compose(name, expand_shorthands(name, settings))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_of_a_document_is_valid(document: Path) -> None:
+def test_every_command_of_a_document_is_valid(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "mine" / "data").mkdir(parents=True)  # what members of a sweep share
+    monkeypatch.chdir(tmp_path)
     text = document.read_text(encoding="utf-8")
     assert unknown_commands(text) == []
     for name, arguments in commands_of(text):

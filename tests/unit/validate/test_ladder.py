@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from data_prep.config import DataConfig
-from mtp_train.config import Config, ReportConfig, RunConfig, TargetConfig, ValidateConfig
+from mtp_train.compare.build import compare
+from mtp_train.config import (
+    CompareConfig,
+    Config,
+    ReportConfig,
+    RunConfig,
+    TargetConfig,
+    ValidateConfig,
+)
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.run_dir import RunDirectory, read_json
 from mtp_train.stages import run_validate
@@ -98,6 +106,33 @@ def test_run_writes_the_report_beside_run_and_head(
     assert figures["float32_training_tau"] == pytest.approx(
         1 + reached[0] + reached[0] * reached[1]
     )
+
+
+def test_counts_by_prompt_add_up_and_are_what_a_comparison_pairs(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "load_prompt_sets", fake_sets)
+    names = ("left", "right")
+    for name in names:
+        config = make_config(place, rungs=("P1",))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+        run(config, group=SingleProcessGroup(CPU))
+        root = place / "runs" / name
+        counts = read_json(root / "prompt_counts.json")
+        content = read_json(root / "parity.json")
+        assert counts["head_sha256"] == content["head_sha256"]
+        for row, pooled in zip(counts["rows"], content["acceptance"], strict=True):
+            assert row["k"] == pooled["k"]
+            assert len(set(row["prompts"])) == 6
+            drafts, *accepted = (sum(column) for column in zip(*row["counts"], strict=True))
+            assert drafts == pooled["drafts"]
+            assert accepted == pooled["accepted"]
+    roots = tuple(str(place / "runs" / name) for name in names)
+    _, other = compare(CompareConfig(runs=roots)).runs
+    assert other.difference is not None
+    assert other.difference.kind == "paired"
+    gap = other.difference.tau
+    assert (gap.value, gap.low, gap.high) == (0, 0, 0)  # the same head over the same prompts
 
 
 def test_further_sets_and_second_turns_are_measured_at_k_only(place: Path) -> None:

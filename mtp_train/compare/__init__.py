@@ -1,0 +1,1 @@
+"""Runs beside each other: settings that differ, acceptance, cost, verdicts."""
