@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_train.config import LossConfig
 from mtp_train.losses import (
@@ -139,6 +140,45 @@ def test_distributions_without_overlap_stay_finite(tensors, kind, vocab_chunk, d
     assert kept_loss.isfinite()
     assert grad.isfinite().all()
     assert loss > 0.9 * weight.sum()
+
+
+class LargestTensors(TorchDispatchMode):
+    """How many elements the memory behind each operator's result has, once per piece of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return out
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "sub-vocabulary"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_than_three_chunks_of_logits_exist(kind, cut):
+    rows, vocab_size = 64, 4000
+    target, lm_head = torch.randn(rows, D), torch.randn(vocab_size, D)
+    state, width, options = torch.randn(rows, D, requires_grad=True), vocab_size, {}
+    given = [lm_head]
+    if cut == "sub-vocabulary":
+        options["sub_vocab"] = TailSampler(torch.arange(500), lm_head, sample_size=100).draw(seed=0)
+        options["target_lse_A"] = target_log_normaliser(target, lm_head, row_chunk=16)
+        given, width = [lm_head, options["sub_vocab"].weight_WD], 600
+    elif cut == "columns":
+        options["chunks"], width = ChunkSizes(8, 700), 700
+    with LargestTensors() as seen:
+        ours(kind, state, target, torch.ones(rows), lm_head, **options).backward()
+    for tensor in given:
+        seen.sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    sizes = sorted(seen.sizes.values())
+    assert sizes[-1] == 3 * 8 * width
+    if cut != "columns":  # there the normalisers have a chunk of their own
+        assert sizes[-2] < 8 * width
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
