@@ -273,6 +273,12 @@ def _check_loss(config: Config) -> None:
             f"loss.kind={config.loss.kind} with loss.logit_weight=0: the loss between "
             "distributions has no weight; raise it, or leave loss.kind at soft_ce"
         )
+    if config.loss.kind == "reverse_kl" and config.loss.sub_vocab_size:
+        raise ConfigError(
+            f"loss.kind=reverse_kl with loss.sub_vocab_size={config.loss.sub_vocab_size}: it would "
+            "reward mass outside of the sub-vocabulary, where ids are not told apart; set "
+            "loss.sub_vocab_size=0 or choose another loss.kind"
+        )
     if config.loss.sub_vocab_size and not config.loss.tail_sample_size:
         raise ConfigError(
             f"loss.tail_sample_size=0 with loss.sub_vocab_size={config.loss.sub_vocab_size}: must "

@@ -58,7 +58,8 @@ def distribution_loss_sum(
     :func:`target_log_normaliser`) is required. ``coupling`` makes the loss of all rows' values in
     place of the weighted sum (``weight_A`` is not read). With ``group`` every rank has all rows
     and, in rank order, a part of ``lm_head``'s; a collective whose result and gradient are the same
-    on all ranks. Raises ``ValueError`` for a sub-vocabulary without normaliser or with a group.
+    on all ranks. Raises ``ValueError`` for a sub-vocabulary without normaliser, with a group or
+    with reverse KL.
     """
     if sub_vocab is not None and target_lse_A is None:
         raise ValueError("sub_vocab: target_lse_A is required (the target's exact tail mass)")
@@ -66,6 +67,11 @@ def distribution_loss_sum(
         raise ValueError(
             "sub_vocab with group: a sub-vocabulary is small enough for every rank; give each "
             "rank the whole lm_head and no group"
+        )
+    if sub_vocab is not None and not formula.is_fit_to_merge:
+        raise ValueError(
+            f"sub_vocab with {type(formula).__name__}: it would reward mass outside of the kept "
+            "ids; use the whole vocabulary"
         )
     problem = _Problem(lm_head_VD.detach(), formula, chunks, sub_vocab, group)
     loss: torch.Tensor = _DistributionLoss.apply(

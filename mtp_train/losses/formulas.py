@@ -39,6 +39,7 @@ class RowFormula(ABC):
     """
 
     needs_sums = True
+    is_fit_to_merge = True  # whether ids may be merged into one, as a sub-vocabulary does
 
     @abstractmethod
     def sums(self, columns: Columns) -> torch.Tensor:
@@ -89,7 +90,13 @@ class ForwardKL(RowFormula):
 
 
 class ReverseKL(RowFormula):
-    """``sum(q * log(q / p))``; gradient ``q * (log(q / p) - loss)``."""
+    """``sum(q * log(q / p))``; gradient ``q * (log(q / p) - loss)``.
+
+    Not for merged ids: all of q in the bucket costs no more than ``-log p_rest``, whatever the ids,
+    and a head that knows nothing yet goes there and stays.
+    """
+
+    is_fit_to_merge = False
 
     def sums(self, columns: Columns) -> torch.Tensor:
         log_ratio = _log_ratio(columns)

@@ -140,6 +140,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"^loss\.kind=tv with loss\.logit_weight=0: .* has no weight",
         ),
         (
+            {"loss.kind": "reverse_kl", "loss.sub_vocab_size": 99},
+            r"^loss\.kind=reverse_kl with loss\.sub_vocab_size=99: .* set loss\.sub_vocab_size=0",
+        ),
+        (
             {"trainer.patience": 3, "trainer.validate_every": 0},
             r"^trainer\.patience=3 with trainer\.validate_every=0: tau is never measured",
         ),
