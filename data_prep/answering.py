@@ -141,17 +141,18 @@ class RuntimeAnswers:
         while not (finished := [s for s in self._living if s.phase is Phase.FINISHED]):
             self._engine.step()
         self._living = [state for state in self._living if state.phase is not Phase.FINISHED]
-        return [_reply(state) for state in finished]
+        return [self._reply(state) for state in finished]
 
     def cancel(self) -> None:
         for state in self._living:
             self._engine.abort(state.request.request_id)
         self._living.clear()
 
-
-def _reply(state: RequestState) -> Reply:
-    assert state.finish_reason is not None
-    hidden = state.take_hidden(len(state.tokens) - 1) if state.captures_hidden else None
-    return Reply(
-        state.request.request_id, tuple(state.output_ids), state.finish_reason, hidden=hidden
-    )
+    def _reply(self, state: RequestState) -> Reply:
+        assert state.finish_reason is not None
+        hidden = None
+        if state.captures_hidden:
+            hidden = self._engine.take_hidden(state, len(state.tokens) - 1)
+        return Reply(
+            state.request.request_id, tuple(state.output_ids), state.finish_reason, hidden=hidden
+        )

@@ -136,7 +136,7 @@ class ForwardGraphs:
         self._layouts = _Layouts(table, sizes)
         self._max_rows = max_rows
         self._recorder = recorder
-        self._forwards: dict[tuple[int, int], _Forward] = {}
+        self._forwards: dict[tuple[int, tuple[int, int]], _Forward] = {}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
         """``[N, D]`` as the model's own ``forward``; ``None``: not a batch that is recorded."""
@@ -153,10 +153,12 @@ class ForwardGraphs:
         layout = self._layouts.make(
             size, q_len=q_len, table_rows=batch.table_rows, kv_lens=batch.kv_lens
         )
-        recorded = self._forwards.get((size, q_len))
+        # A head may take rows of the target and rows of its own, which are narrower.
+        width = 0 if batch.hidden_ND is None else batch.hidden_ND.shape[1]
+        recorded = self._forwards.get((size, (q_len, width)))
         if recorded is None:
             recorded = self._record(batch, layout, q_len)
-            self._forwards[size, q_len] = recorded
+            self._forwards[size, (q_len, width)] = recorded
         else:
             self._fill(recorded.batch, batch)
             self._attention.update(recorded.batch.attention_plan, layout)

@@ -16,7 +16,7 @@ from runtime.batch import upload_ids
 from runtime.config import EngineConfig
 from runtime.cuda_graph import GraphRecorder
 from runtime.kv_cache import SlotTable
-from runtime.models.base import Model
+from runtime.models.base import DraftModel, Model
 from runtime.request import (
     FinishReason,
     Generation,
@@ -46,7 +46,8 @@ _SCORE_ROWS = 256  # rows whose full logits exist at once
 
 class Engine:
     """Continuous batching over one target and, with ``draft``, speculation: MTP with a draft head,
-    draft-target with a model of its own.
+    draft-target with a model of its own. A head that reads residual streams of the target gets
+    them from the target's own forwards, and whoever asks for hidden states gets them too.
 
     Weights are shared, never copied: several engines may use the same models one after another.
     A draft model is given on the leader of ``target.group``, ``OnLeader()`` on its other ranks.
@@ -71,6 +72,8 @@ class Engine:
                 f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head or a "
                 "draft model; give one or set it to 0"
             )
+        if isinstance(draft, DraftModel) and draft.layer_ids:
+            target = target.tapped(draft.layer_ids)
         self.config = config
         self.target = target
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -198,7 +201,7 @@ class Engine:
             generation = self._generation(state)
             results[generation.request_id] = generation
             if hidden_sink is not None:
-                hidden_sink(state.take_hidden(len(state.tokens) - 1))
+                hidden_sink(self.take_hidden(state, len(state.tokens) - 1))
             if on_finish is not None:
                 on_finish(generation)
         return [results[request.request_id] for request in requests]
@@ -432,9 +435,13 @@ class Engine:
         scheduler.max_rows_per_request = 1 if one_row else 0
         try:
             for state in self._run(states):
-                yield state.take_hidden(len(state.tokens))
+                yield self.take_hidden(state, len(state.tokens))
         finally:
             scheduler.max_batch_tokens, scheduler.max_rows_per_request = saved
+
+    def take_hidden(self, state: RequestState, length: int) -> HiddenRows:
+        """The first ``length`` captured rows of a request; its state keeps none."""
+        return state.take_hidden(length, width=self.target.width)
 
     def _generation(self, state: RequestState) -> Generation:
         assert state.finish_reason is not None

@@ -27,7 +27,11 @@ def fuse_block(
     gate_up: Linear,
     down: Linear,
 ) -> FusedBlock | None:
-    """``None`` where a linear is no :class:`PanelLinear`, or widths are no whole panels."""
+    """``None`` where a linear is no :class:`PanelLinear`, widths are no whole panels, or query, key
+    and value read something wider than the residual stream.
+    """
+    if qkv.in_features != out.out_features:
+        return None
     linears = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down}
     pointers = BlockPointers()
     for name, linear in linears.items():

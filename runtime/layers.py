@@ -143,11 +143,27 @@ class DecoderBlock:
         The sum is left to whoever norms it next (``delta`` here is that of the block before), so
         that addition and norm are one pass over the rows.
         """
+        normed_ND = self._add_norm(x_ND, delta_ND, self.input_norm)
+        return self.behind_first_norm(
+            x_ND, normed_ND, angles, backend=backend, plan=plan, pool=pool, layer=layer
+        )
+
+    def behind_first_norm(
+        self,
+        x_ND: torch.Tensor,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
+        """All but the first norm: ``inputs`` is what query, key and value read."""
         shape = self.shape
         rows, num_heads = x_ND.shape[0], shape.num_heads
         num_rotated = num_heads + shape.num_kv_heads
-        normed = self._add_norm(x_ND, delta_ND, self.input_norm)
-        qkv = self.qkv(normed).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
+        qkv = self.qkv(inputs_NI).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
         self.ops.rotate(qkv, num_rotated, angles)
         q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)
@@ -171,14 +187,15 @@ def run_blocks(
     backend: AttentionBackend,
     plan: Any,
     pool: KVPool,
+    first_layer: int = 0,
 ) -> torch.Tensor | None:
-    """Update the residual stream ``x`` in place over layers ``0 .. len(blocks) - 1`` of ``pool``;
-    return what is still to be added to it, if anything.
+    """Update the residual stream ``x`` in place over the layers of ``pool`` from ``first_layer``
+    on, one for each block; return what is still to be added to it, if anything.
     """
-    if backend.run_blocks(blocks, x_ND, angles, plan, pool):
+    if not blocks or backend.run_blocks(blocks, x_ND, angles, plan, pool, first_layer):
         return None
     delta_ND: torch.Tensor | None = None
-    for layer, block in enumerate(blocks):
+    for layer, block in enumerate(blocks, start=first_layer):
         delta_ND = block(x_ND, delta_ND, angles, backend=backend, plan=plan, pool=pool, layer=layer)
     return delta_ND
 

@@ -121,12 +121,15 @@ class HiddenRows:
     ``[len(token_ids), D]`` in the model's dtype on the engine's device. From decoding, the last
     sampled token has no row and is not in ``token_ids``. ``draft_TD`` (only from ``forward_draft``)
     is the head's own state for the same rows; its last row, which has no next token, is missing.
+    ``layers_TE`` are the un-normed residual streams of the target's ``layer_ids``, side by side
+    (``None`` where it gives none).
     """
 
     key: str
     token_ids: tuple[int, ...]
     hidden_TD: torch.Tensor = field(repr=False)
     draft_TD: torch.Tensor | None = field(default=None, repr=False)
+    layers_TE: torch.Tensor | None = field(default=None, repr=False)
 
 
 class Phase(Enum):
@@ -170,14 +173,19 @@ class RequestState:
     def output_ids(self) -> list[int]:
         return self.tokens[self.num_prompt :]
 
-    def take_hidden(self, length: int) -> HiddenRows:
-        """The first ``length`` captured rows; the state keeps none."""
-        hidden_TD = torch.cat(self.hidden)[:length] if self.hidden else torch.empty(0, 0)
+    def take_hidden(self, length: int, *, width: int) -> HiddenRows:
+        """The first ``length`` captured rows, of which ``width`` columns are ``g``; the state keeps
+        none.
+        """
+        rows_TE = torch.cat(self.hidden)[:length] if self.hidden else torch.empty(0, width)
+        hidden_TD, layers_TE = rows_TE, None
+        if rows_TE.shape[1] > width:
+            hidden_TD, layers_TE = (part.contiguous() for part in rows_TE.tensor_split([width], 1))
         draft_TD = torch.cat(self.draft_hidden)[: length - 1] if self.draft_hidden else None
         self.hidden.clear()
         self.draft_hidden.clear()
         ids = tuple(self.tokens[: hidden_TD.shape[0]])
-        return HiddenRows(self.request.request_id, ids, hidden_TD, draft_TD)
+        return HiddenRows(self.request.request_id, ids, hidden_TD, draft_TD, layers_TE)
 
     def take_logprobs(self) -> tuple[float, ...] | None:
         """Those of the output tokens; waits for the device. The state keeps none."""

@@ -92,7 +92,7 @@ class RankTeam(Team):
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         self._buffer.set(MessageKind.LOGITS, count=len(hidden_MD))
         self._send()
-        return self._logits(hidden_MD.contiguous())
+        return self._logits(hidden_MD[:, : self._target.width].contiguous())
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         self._buffer.set(MessageKind.CALL)
@@ -118,7 +118,7 @@ class RankTeam(Team):
                 function, arguments = self._group.broadcast_object(None)
                 function(target, *arguments)
             else:
-                shape = (buffer.count, target.width)
+                shape = (buffer.count, target.width)  # of g alone
                 self._logits(torch.empty(shape, dtype=target.dtype, device=target.device))
 
     def _send(self) -> None:

@@ -63,8 +63,10 @@ class AttentionBackend(ABC):
         angles: RotaryAngles,
         plan: Any,
         pool: KVPool,
+        first_layer: int,
     ) -> bool:
-        """Run whole decoder blocks (:class:`runtime.layers.DecoderBlock`) in one go, updating ``x``
-        in place; ``False``: this backend has no kernel for them, and nothing has happened.
+        """Run whole decoder blocks (:class:`runtime.layers.DecoderBlock`) in one go over the
+        pool's layers from ``first_layer`` on, updating ``x`` in place; ``False``: this backend has
+        no kernel for them, and nothing has happened.
         """
         return False

@@ -91,6 +91,7 @@ class CpuBackend(AttentionBackend):
         angles: RotaryAngles,
         plan: CpuPlan,
         pool: KVPool,
+        first_layer: int,
     ) -> bool:
         """One call for all layers, where the blocks' linears are panels and lie on one process."""
         fused = [block.fused for block in blocks if block.fused is not None]
@@ -102,8 +103,8 @@ class CpuBackend(AttentionBackend):
             angles,
             inner=fused[0].inner,
             num_heads=blocks[0].shape.num_heads,
-            pool_k=pool.k,
-            pool_v=pool.v,
+            pool_k=pool.k[first_layer:],
+            pool_v=pool.v[first_layer:],
             write_slots_N=plan.write_slots_N,
             requests_B6=plan.requests_B6,
         )

@@ -6,6 +6,7 @@ Shape legend: N rows, M selected rows, D model width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -27,8 +28,14 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
-    width: int  # D of the hidden states that it returns (a head takes them too)
+    width: int  # D of the states that ``logits`` reads and a head recycles
+    layer_ids: tuple[int, ...] = ()  # k of the residual streams S_k that it gives or, a head, reads
     backend: AttentionBackend | None = None  # what it attends through, where graphs may record it
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a target's rows: ``g``, and behind it one ``S_k`` per layer id."""
+        return self.width * (1 + len(self.layer_ids))
 
     @abstractmethod
     def new_pool(self, num_slots: int) -> KVPool:
@@ -36,11 +43,19 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
-        """Hidden states ``[N, D]``: the target's post-final-norm ``g``; a head's recycled state."""
+        """Hidden states ``[N, row_width]`` of a target: post-final-norm ``g``, then the un-normed
+        ``S_k`` of ``layer_ids``, ascending. Of a head: the recycled state ``[N, D]``.
+        """
 
     @abstractmethod
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Logits ``[M, V]`` (the model's dtype) of rows that ``forward`` returned."""
+        """Logits ``[M, V]`` (the model's dtype) of rows that ``forward`` returned, or of their
+        first ``D`` columns.
+        """
+
+    def tapped(self, layer_ids: Sequence[int]) -> Model:
+        """This model, giving these residual streams too. Raises ``ValueError`` where it cannot."""
+        raise ValueError(f"{type(self).__name__} gives no residual streams (layer_ids)")
 
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """Best tokens of rows of logits, int64 ``[M]``; the lowest id on a tie."""
@@ -48,7 +63,9 @@ class Model(ABC):
 
 
 class DraftModel(Model):
-    """A draft head. ``forward`` reads ``batch.hidden_ND`` and returns the state to recycle."""
+    """A draft head. ``forward`` reads ``batch.hidden_ND``, rows of a target that gives the head's
+    ``layer_ids`` or rows of its own, and returns the state to recycle.
+    """
 
     draft_vocab_size: int
     draft_vocab_ids: (

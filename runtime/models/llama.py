@@ -1,15 +1,19 @@
 """The Llama family (MHA or GQA) over a paged cache.
 
-``forward`` returns ``g``, the hidden state *after* the final norm; ``logits`` is the head alone.
-Draft heads share ``embed`` and ``lm_head`` of the target they belong to. Tensors are inference
-tensors: clone them to use them in autograd.
+``forward`` returns ``g``, the hidden state *after* the final norm, and behind it what
+:meth:`LlamaModel.tapped` asks for; ``logits`` is the head alone. Draft heads share ``embed`` and
+``lm_head`` of the target they belong to. Tensors are inference tensors: clone them to use them in
+autograd.
 
-Shape legend: N rows, M selected rows, D model width, V vocabulary.
+Shape legend: N rows, M selected rows, D model width, V vocabulary, W draft ids, E row width.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -110,18 +114,54 @@ class LlamaModel(Model):
             return self.embed(ids_W)
         return self.vocabulary.lookup(self.lm_head.dense_weight(), ids_W)
 
+    def tapped(self, layer_ids: Sequence[int]) -> LlamaModel:
+        """This model over the same weights, giving ``S_k`` for each of ``layer_ids`` too: the
+        residual stream, un-normed, after ``k`` layers, which is the input of layer ``k`` (from 0).
+
+        Raises ``ValueError`` as :func:`check_layer_ids` does.
+        """
+        check_layer_ids(layer_ids, num_layers=len(self.blocks), field="layer_ids")
+        tapped = copy.copy(self)
+        tapped.layer_ids = tuple(layer_ids)
+        return tapped
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
-        """``g`` of every row, ``[N, D]``."""
+        """``g`` of every row, ``[N, D]``; with ``layer_ids`` ``[N, row_width]``."""
         plan = self.backend.plan_once(batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype)
         x_ND = self.embed(batch.input_ids_N)
-        delta_ND = run_blocks(self.blocks, x_ND, angles, backend=self.backend, plan=plan, pool=pool)
-        return self.ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
+        rows_NE: torch.Tensor | None = None
+        if self.layer_ids:
+            rows_NE = x_ND.new_empty(x_ND.shape[0], self.row_width)
+        done, delta_ND = 0, None
+        for number, stop in enumerate((*self.layer_ids, len(self.blocks)), start=1):
+            delta_ND = run_blocks(
+                self.blocks[done:stop],
+                x_ND,
+                angles,
+                backend=self.backend,
+                plan=plan,
+                pool=pool,
+                first_layer=done,
+            )
+            if rows_NE is None or number > len(self.layer_ids):
+                break
+            if delta_ND is not None:
+                x_ND.add_(delta_ND)
+            rows_NE[:, number * self.width : (number + 1) * self.width] = x_ND
+            done = stop
+        g_ND = self.ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
+        if rows_NE is None:
+            return g_ND
+        rows_NE[:, : self.width] = g_ND
+        return rows_NE
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, V]`` in the model's dtype. Callers select rows first: V is large."""
+        if hidden_MD.shape[1] != self.width:
+            hidden_MD = hidden_MD[:, : self.width].contiguous()
         return self.vocabulary.gather(self.lm_head(hidden_MD))
 
     @functools.cached_property
@@ -147,4 +187,16 @@ class LlamaModel(Model):
             ops=self.ops,
             make_linear=self.make_linear,
             group=self.group,
+        )
+
+
+def check_layer_ids(layer_ids: Sequence[int], *, num_layers: int, field: str) -> None:
+    """Raise ``ValueError`` unless these are k of ``S_k``: ascending, each once, from 1 to below
+    ``num_layers`` (``S_0`` is the embedding, the last one is ``g`` before its norm).
+    """
+    is_ascending = all(a < b for a, b in pairwise(layer_ids))
+    if not layer_ids or not is_ascending or layer_ids[0] < 1 or layer_ids[-1] >= num_layers:
+        raise ValueError(
+            f"{field}={list(layer_ids)}: name residual streams by the number of layers before "
+            f"them, 1 to {num_layers - 1} with this target, ascending, each once"
         )
