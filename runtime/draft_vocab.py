@@ -38,6 +38,11 @@ def reduce_head(
             f"head draft_vocab.size={spec.draft_vocab.size}: the head drafts from a list already; "
             "start from the head with the whole vocabulary"
         )
+    if spec.lm_head == "own":
+        raise ValueError(
+            f"head kind={spec.kind}: its lm_head was trained over the whole vocabulary; train it "
+            "over a list of ids with head.draft_vocab_size"
+        )
     check_draft_ids(ids_W, vocab_size=spec.vocab_size, source="draft vocabulary")
     vocab = DraftVocab(size=len(ids_W), coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
     return replace(spec, draft_vocab=vocab), {**tensors, DRAFT_VOCAB_NAME: ids_W}

@@ -1,12 +1,12 @@
 """The weights contract of a draft head: read by the trainer's twin and by the inference head alike.
 
 ``HeadSpec`` is versioned, strict JSON and the only thing that writes a native ``config.json``. The
-native directory is ``config.json`` + ``model.safetensors`` (embedding and lm_head are the target's,
-never stored).
+native directory is ``config.json`` + ``model.safetensors`` (the embedding is the target's, never
+stored, and so is ``lm_head`` but for EAGLE-3, which has its own).
 
-Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` and the embedding of token
-``t_{i+1}``, sits at rotary position ``i``, stores K/V at slot ``i``, predicts ``t_{i+2}`` and
-``g_{i+1}``.
+Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` (EAGLE-3: residual streams
+``S_k`` of row ``i``) and the embedding of token ``t_{i+1}``, sits at rotary position ``i``, stores
+K/V at slot ``i``, predicts ``t_{i+2}`` (and ``g_{i+1}``, where the head is trained to).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from runtime.files import replace_atomic, write_atomic
 
-SPEC_VERSION = 2  # 2: projection_bias
+SPEC_VERSION = 3  # 2: projection_bias; 3: EAGLE-3
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 DRAFT_VOCAB_NAME = "draft_vocab_ids"
@@ -87,6 +87,33 @@ EAGLE_FIELDS: Mapping[str, Any] = MappingProxyType(
 """What ``kind=eagle`` means; its projection may have a bias or none."""
 
 
+EAGLE3_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "norms": NormPlacement(input=False),
+        "concat": "embedding_hidden",
+        "logits_from": "post_norm",
+        "first_embedding_mask": False,
+        "projection_bias": False,
+        "position_offset": 0,
+        "num_layers": 1,
+        "norm_form": "w",
+        "hidden_source": "layers",
+        "lm_head": "own",
+    }
+)
+"""What ``kind=eagle3`` means. Open: ``layer_ids``, ``fusion_norm``, ``residual``, ``recycle`` and
+the draft vocabulary. ``enorm`` is ``layers.0.input_layernorm``, ``hnorm`` ``layers.0.hidden_norm``.
+"""
+
+_ADDED: Mapping[int, Mapping[str, Any]] = MappingProxyType(
+    {
+        2: {"projection_bias": False},
+        3: {"layer_ids": [], "fusion_norm": "none"},
+    }
+)
+"""Fields that a version brought, with what every head of an older one meant."""
+
+
 @dataclass(frozen=True)
 class DraftVocab:
     """A reduced draft vocabulary; its ids are tensor ``draft_vocab_ids``, int64, strictly
@@ -104,10 +131,12 @@ class HeadSpec:
 
     ``mtp`` leaves the choices open; ``eagle`` is the head of EAGLE-1 (Li et al. 2024,
     arXiv:2401.15077) as published: no norms but the one before the MLP, states recycled as they
-    are.
+    are. ``eagle3`` is that of EAGLE-3 (Li et al. 2025, arXiv:2503.01840): ``x = fc(S_k, ...)``, one
+    decoder layer whose query, key and value read ``[input_layernorm(e); hidden_norm(x)]``, and an
+    ``lm_head`` of its own. On recycled rows ``x`` is the head's own state.
     """
 
-    kind: Literal["mtp", "eagle"]
+    kind: Literal["mtp", "eagle", "eagle3"]
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -122,17 +151,19 @@ class HeadSpec:
     num_layers: int = 1
     block: Literal["llama"] = "llama"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
-    hidden_source: Literal["g"] = "g"
+    hidden_source: Literal["g", "layers"] = "g"
+    layer_ids: tuple[int, ...] = ()  # k of S_k, the residual stream after k of the target's layers
+    fusion_norm: Literal["none", "each", "joined"] = "none"  # of the S_k before fc
     norms: NormPlacement = NormPlacement()
     norm_form: Literal["w", "1+w"] = "w"
     logits_from: Literal["post_norm", "pre_norm"] = "post_norm"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
-    residual: Literal["standard"] = "standard"
+    residual: Literal["standard", "normed"] = "standard"  # x, or hidden_norm(x): EAGLE-3 only
     first_embedding_mask: bool = True
     projection_bias: bool = False  # of eh_proj
     position_offset: int = 0
     embedding: Literal["target"] = "target"
-    lm_head: Literal["target"] = "target"
+    lm_head: Literal["target", "own"] = "target"
     draft_vocab: DraftVocab | None = None
 
     def __post_init__(self) -> None:
@@ -143,49 +174,109 @@ class HeadSpec:
         if self.num_layers not in (1, 2):
             raise ValueError(f"head num_layers={self.num_layers}: must be 1 or 2")
         if self.kind == "eagle":
-            self._check_eagle()
+            self._check_fixed(EAGLE_FIELDS, "EAGLE-1 as published")
+        if self.kind == "eagle3":
+            self._check_fixed(EAGLE3_FIELDS, "the head of EAGLE-3")
+        self._check_sources()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"head num_heads={self.num_heads}: must be a multiple of "
                 f"num_kv_heads={self.num_kv_heads}"
             )
 
-    def _check_eagle(self) -> None:
-        for name, value in EAGLE_FIELDS.items():
+    def _check_fixed(self, fields: Mapping[str, Any], meaning: str) -> None:
+        for name, value in fields.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"head {name}={getattr(self, name)!r}: kind=eagle is EAGLE-1 as published, "
+                    f"head {name}={getattr(self, name)!r}: kind={self.kind} is {meaning}, "
                     f"{name}={value!r}; kind=mtp lets you choose"
                 )
 
+    def _check_sources(self) -> None:
+        if self.kind == "eagle3":
+            if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
+                raise ValueError(
+                    f"head layer_ids={list(self.layer_ids)}: kind=eagle3 names the residual "
+                    "streams that it reads, ascending, each once"
+                )
+            return
+        for name, value in (
+            ("hidden_source", "g"),
+            ("layer_ids", ()),
+            ("fusion_norm", "none"),
+            ("residual", "standard"),
+            ("lm_head", "target"),
+        ):
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"head {name}={getattr(self, name)!r}: only kind=eagle3 has that, not "
+                    f"kind={self.kind}"
+                )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.draft_vocab.size if self.draft_vocab else self.vocab_size
+
+    @property
+    def reads_layers(self) -> bool:
+        """Whether the head reads residual streams of the target, not ``g``."""
+        return self.hidden_source == "layers"
+
+    @property
+    def input_size(self) -> int:
+        """Columns of what it reads of the target."""
+        return self.hidden_size * max(1, len(self.layer_ids))
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list: name -> shape. Linear weights are ``[out, in]``."""
-        width, inner = self.hidden_size, self.intermediate_size
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"eh_proj.weight": (width, 2 * width)}
-        if self.projection_bias:
-            shapes["eh_proj.bias"] = (width,)
-        if self.norms.enorm:
-            shapes["enorm.weight"] = (width,)
-        if self.norms.hnorm:
-            shapes["hnorm.weight"] = (width,)
-        for index in range(self.num_layers):
-            layer = layer_prefix(index)
-            if self.norms.input:
-                shapes[layer + "input_layernorm.weight"] = (width,)
-            shapes[layer + "self_attn.q_proj.weight"] = (q_dim, width)
-            shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, width)
-            shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, width)
-            shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
-            if self.norms.post_attention:
-                shapes[layer + "post_attention_layernorm.weight"] = (width,)
-            shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
-            shapes[layer + "mlp.up_proj.weight"] = (inner, width)
-            shapes[layer + "mlp.down_proj.weight"] = (width, inner)
+        width = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.kind == "eagle3":
+            joined = len(self.layer_ids) * width
+            if self.fusion_norm == "each":
+                for index in range(len(self.layer_ids)):
+                    shapes[f"fc_norm.{index}.weight"] = (width,)
+            if self.fusion_norm == "joined":
+                shapes["input_norm.weight"] = (joined,)
+            shapes["fc.weight"] = (width, joined)
+            shapes["layers.0.hidden_norm.weight"] = (width,)
+            shapes |= self._layer_shapes(0, inputs=2 * width, has_input_norm=True)
+            shapes["lm_head.weight"] = (self.draft_vocab_size, width)
+        else:
+            shapes["eh_proj.weight"] = (width, 2 * width)
+            if self.projection_bias:
+                shapes["eh_proj.bias"] = (width,)
+            if self.norms.enorm:
+                shapes["enorm.weight"] = (width,)
+            if self.norms.hnorm:
+                shapes["hnorm.weight"] = (width,)
+            for index in range(self.num_layers):
+                has_norm = self.norms.input
+                shapes |= self._layer_shapes(index, inputs=width, has_input_norm=has_norm)
         if self.norms.final:
             shapes["norm.weight"] = (width,)
         if self.draft_vocab is not None:
             shapes[DRAFT_VOCAB_NAME] = (self.draft_vocab.size,)
+        return shapes
+
+    def _layer_shapes(
+        self, index: int, *, inputs: int, has_input_norm: bool
+    ) -> dict[str, tuple[int, ...]]:
+        width, inner = self.hidden_size, self.intermediate_size
+        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = layer_prefix(index)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if has_input_norm:
+            shapes[layer + "input_layernorm.weight"] = (width,)
+        shapes[layer + "self_attn.q_proj.weight"] = (q_dim, inputs)
+        shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, inputs)
+        shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, inputs)
+        shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
+        if self.norms.post_attention:
+            shapes[layer + "post_attention_layernorm.weight"] = (width,)
+        shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
+        shapes[layer + "mlp.up_proj.weight"] = (inner, width)
+        shapes[layer + "mlp.down_proj.weight"] = (width, inner)
         return shapes
 
     def to_json(self) -> str:
@@ -196,15 +287,18 @@ class HeadSpec:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
-        """Strict inverse of :meth:`to_json`; reads version 1 too. Raises ``ValueError`` naming the
-        key.
+        """Strict inverse of :meth:`to_json`; reads older versions too. Raises ``ValueError`` naming
+        the key.
         """
         try:
             raw = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{source}: not valid JSON ({error})") from error
-        if isinstance(raw, dict) and raw.get("version") == 1:  # what came later has one meaning
-            raw = raw | {"version": SPEC_VERSION, "projection_bias": False}
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if type(version) is int and 1 <= version < SPEC_VERSION:
+            for added in range(version + 1, SPEC_VERSION + 1):
+                raw = raw | _ADDED[added]
+            raw = raw | {"version": SPEC_VERSION}
         if isinstance(raw, dict) and isinstance(raw.get("rope"), dict):
             raw = raw | {"rope": {"yarn": None} | raw["rope"]}
         return _from_mapping(cls, raw, source)
@@ -239,6 +333,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if args and type(None) in args:
         inner = next(a for a in args if a is not type(None))
         return None if value is None else _convert(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}={value!r}: expected a list, got {type(value).__name__}")
+        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
         return _from_mapping(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

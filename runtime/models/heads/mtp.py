@@ -18,7 +18,7 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
-from runtime.head_spec import HeadSpec, check_head_tensors, layer_prefix
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, check_head_tensors, layer_prefix
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.layers import (
     BlockShape,
@@ -51,46 +51,63 @@ class MtpHead(DraftModel):
         check_head_tensors(spec, tensors, source=f"head {spec.kind}")
         _check_fits(spec, target)
         self.spec = spec
-        self.group = group = target.group
+        self.group = target.group
         self.device = target.device
         self.dtype = target.dtype
         self.backend = target.backend
         self.vocab_size = target.vocab_size
         self.width = spec.hidden_size
-        self.draft_vocab_size = spec.draft_vocab.size if spec.draft_vocab else spec.vocab_size
+        self.draft_vocab_size = spec.draft_vocab_size
         self._target = target
-        make_linear = target.make_linear
-        plus_one = spec.norm_form == "1+w"
 
         def take(name: str) -> torch.Tensor:
             return tensors[name].detach().to(device=self.device, dtype=self.dtype)
 
-        def take_norm(name: str, is_present: bool) -> NormWeight | None:
-            if not is_present:
-                return None
-            return norm_weight(take(name), eps=spec.norm_eps, plus_one=plus_one)
-
-        self.embedding_norm = take_norm("enorm.weight", spec.norms.enorm)
-        self.hidden_norm = take_norm("hnorm.weight", spec.norms.hnorm)
-        self.final_norm = take_norm("norm.weight", spec.norms.final)
-        self._joined_shard = joined = portion_shard(1, 2 * spec.hidden_size, group)
-        self.projection = RowParallelLinear(
-            make_linear(joined.cut(take("eh_proj.weight")), None), group
-        )
-        self.projection_bias = take("eh_proj.bias") if spec.projection_bias else None
+        self._take_inputs(take)
+        self.final_norm = self._take_norm(take, "norm.weight") if spec.norms.final else None
         self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
         self.blocks = [
             _make_block(spec, take, target, prefix=layer_prefix(index))
             for index in range(spec.num_layers)
         ]
         self.draft_vocab_ids: torch.Tensor | None = None
-        self.vocabulary, self.lm_head = target.vocabulary, target.lm_head
         if spec.draft_vocab is not None:
-            self.draft_vocab_ids = tensors["draft_vocab_ids"].to(self.device)
-            self.vocabulary = vocabulary_of(spec.draft_vocab.size, group)
-            rows_WD = target.head_rows(self.draft_vocab_ids)
-            self.lm_head = make_linear(self.vocabulary.shard.cut(rows_WD), None)
+            self.draft_vocab_ids = tensors[DRAFT_VOCAB_NAME].to(self.device)
+        self._take_lm_head(take)
         self._screened = target.screened_head if self.lm_head is target.lm_head else None
+
+    def _take_inputs(self, take: TensorSource) -> None:
+        """What comes before the decoder layers."""
+        spec = self.spec
+        norms = spec.norms
+        self.embedding_norm = self._take_norm(take, "enorm.weight") if norms.enorm else None
+        self.hidden_norm = self._take_norm(take, "hnorm.weight") if norms.hnorm else None
+        self._take_projection(take("eh_proj.weight"))
+        self.projection_bias = take("eh_proj.bias") if spec.projection_bias else None
+
+    def _take_projection(self, weight_DI: torch.Tensor) -> None:
+        """This rank's part of the linear that joins the inputs, cut by these."""
+        self._joined_shard = portion_shard(1, weight_DI.shape[1], self.group)
+        own = self._target.make_linear(self._joined_shard.cut(weight_DI), None)
+        self.projection = RowParallelLinear(own, self.group)
+
+    def _project(self, joined_NI: torch.Tensor) -> torch.Tensor:
+        start, stop = self._joined_shard.runs[0]
+        return self.projection(joined_NI[:, start:stop].contiguous())
+
+    def _take_norm(self, take: TensorSource, name: str) -> NormWeight:
+        plus_one = self.spec.norm_form == "1+w"
+        return norm_weight(take(name), eps=self.spec.norm_eps, plus_one=plus_one)
+
+    def _take_lm_head(self, take: TensorSource) -> None:
+        target = self._target
+        self.vocabulary, self.lm_head = target.vocabulary, target.lm_head
+        if self.draft_vocab_ids is not None:
+            self._own_lm_head(target.head_rows(self.draft_vocab_ids))
+
+    def _own_lm_head(self, rows_WD: torch.Tensor) -> None:
+        self.vocabulary = vocabulary_of(len(rows_WD), self.group)
+        self.lm_head = self._target.make_linear(self.vocabulary.shard.cut(rows_WD), None)
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
@@ -125,14 +142,16 @@ class MtpHead(DraftModel):
         else:
             joined = torch.cat((hidden_ND, embedding_ND), dim=-1)
         positions_N = batch.positions_N + self.spec.position_offset
-        start, stop = self._joined_shard.runs[0]
-        x_ND = self.projection(joined[:, start:stop].contiguous())
+        x_ND = self._project(joined)
         if self.projection_bias is not None:  # whole on every rank: added to the sum, once
             x_ND.add_(self.projection_bias)
         angles = self.rotary.angles(positions_N, self.dtype)
         delta_ND = run_blocks(self.blocks, x_ND, angles, backend=backend, plan=plan, pool=pool)
+        return self._recycled(x_ND, delta_ND)
+
+    def _recycled(self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None) -> torch.Tensor:
         if self.spec.recycle == "post_norm" and self.final_norm is not None:
-            return ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
+            return self._target.ops.add_rms_norm(x_ND, delta_ND, self.final_norm)
         return x_ND if delta_ND is None else x_ND.add_(delta_ND)
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from mtp_train.validate.recompute import draft_state_errors
 from runtime.batch import ForwardBatch
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.head_spec import EAGLE3_FIELDS, HeadSpec, RopeSpec
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import DraftModel, Model
 from runtime.models.heads import build_head
@@ -58,6 +58,15 @@ def random_head_tensors(spec: HeadSpec, *, seed: int = 1) -> dict[str, torch.Ten
         else:
             tensors[name] = torch.randn(shape, generator=generator) * 0.3
     return tensors
+
+
+EAGLE3: dict[str, Any] = {
+    "kind": "eagle3",
+    "layer_ids": (1,),  # the tiny target has two layers
+    "recycle": "pre_norm",
+    "fusion_norm": "each",
+    **EAGLE3_FIELDS,
+}
 
 
 def random_head(target: Target, *, seed: int = 1, **overrides: Any) -> DraftModel:

@@ -28,6 +28,7 @@ from runtime.sharding import HeadShare, share_heads
 from runtime.spec.base import PlainSchedule
 from runtime.spec.mtp import MtpSchedule
 from tests.unit.runtime.engine_fixtures import (
+    EAGLE3,
     EOS,
     VOCAB,
     head_spec,
@@ -204,8 +205,8 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}],
-    ids=["eagle with a bias", "two layers"],
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3],
+    ids=["eagle with a bias", "two layers", "eagle3"],
 )
 def test_another_head_drafts_as_on_one_rank(changes: dict[str, Any], tmp_path: Path) -> None:
     case = make_case(tmp_path, "even", **changes)

@@ -26,6 +26,7 @@ from runtime.spec.tree import TreeSchedule
 from runtime.spec.tree_draft import FixedGrower
 from runtime.verify_tree import VerifiedTree
 from tests.unit.runtime.engine_fixtures import (
+    EAGLE3,
     EOS,
     StubDraft,
     check_draft_state,
@@ -94,8 +95,8 @@ def test_output_and_state_equal_plain_decoding(
 @pytest.mark.parametrize("shape", ["fixed", "dynamic"])
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}],
-    ids=["eagle with a bias", "two layers"],
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3],
+    ids=["eagle with a bias", "two layers", "eagle3"],
 )
 def test_trees_of_another_head_are_its_own_and_exact(
     target: Target, changes: dict[str, Any], shape: str
@@ -166,7 +167,7 @@ def check_trees(target: Target, engine: Engine, requests: list[Request]) -> int:
             if len(state.steps) == count:  # a mixed batch
                 continue
             step = state.steps[-1]
-            logits_of = path_logits(target.model, schedule.head, tokens)
+            logits_of = path_logits(engine.target, schedule.head, tokens)
             if config.schedule == "fixed_tree":
                 grower = schedule.grower(step.k)
                 assert isinstance(grower, FixedGrower)
