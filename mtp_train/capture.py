@@ -53,7 +53,11 @@ def open_capture(
         assert rows.token_ids == row.input_ids[:count], "the states are those of the row's tokens"
         num_added[split] += 1
         writers[split].add(
-            row.sample_id, row.input_ids[:count], row.loss_mask[:count], rows.hidden_TD
+            row.sample_id,
+            row.input_ids[:count],
+            row.loss_mask[:count],
+            rows.hidden_TD,
+            rows.layers_TE,
         )
 
     with ExitStack() as stack:

@@ -58,7 +58,7 @@ class HeadNorms:
 class HeadConfig:
     """The head to train. Dimensions come from the target."""
 
-    kind: Literal["mtp", "eagle"] = "mtp"  # eagle: EAGLE-1 as published, the rest has one value
+    kind: Literal["mtp", "eagle", "eagle3"] = "mtp"  # the last two as published: little is open
     num_layers: Literal[1, 2] = 1  # decoder layers behind the projection
     init: str = "random"  # random, last_layer, or a native head directory to go on from
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
@@ -66,6 +66,10 @@ class HeadConfig:
     first_embedding_mask: bool = True
     projection_bias: bool = False
     norms: HeadNorms = HeadNorms()
+    layer_ids: tuple[int, ...] = ()  # eagle3: k of the S_k it reads; () = 2, N // 2, N - 3
+    fusion_norm: Literal["none", "each", "joined"] = "none"  # eagle3: of the S_k before fc
+    norm_before_residual: bool = False  # eagle3: the residual is the normed input
+    draft_vocab_size: int = 0  # eagle3: the most frequent answer tokens; 0 = all
 
 
 @dataclass(frozen=True)

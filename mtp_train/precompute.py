@@ -191,7 +191,12 @@ def _announce(
     if not lengths:
         return
     features = config.features
-    estimate = estimate_size(lengths, hidden_size=fingerprint.hidden_size, codec=fingerprint.codec)
+    estimate = estimate_size(
+        lengths,
+        hidden_size=fingerprint.hidden_size,
+        num_states=fingerprint.num_states,
+        codec=fingerprint.codec,
+    )
     logger.info("features: %s will be written", estimate.describe())
     check_free_disk(
         estimate, splits[0].store, min_free_share=features.min_free_disk_share, usage=usage
@@ -276,7 +281,7 @@ def _dump_group(
             raise RuntimeError(
                 f"sample {row.sample_id}: the {source.name} source returned states of other tokens"
             )
-        writer.add(row.sample_id, row.input_ids, row.loss_mask, states.hidden_TD)
+        writer.add(row.sample_id, row.input_ids, row.loss_mask, states.hidden_TD, states.layers_TE)
         progress.advance(len(row.input_ids), num_bytes=writer.num_bytes)
     if waiting:
         first = next(iter(waiting.values())).sample_id

@@ -17,6 +17,9 @@ from mtp_train.doctor.facts import Finding, Machine
 from mtp_train.features.codecs import STORED_DTYPES
 from mtp_train.features.estimate import estimate_size
 from mtp_train.features.target import target_directory, target_dtype
+from mtp_train.heads.init import make_head_spec
+from mtp_train.layer_ids import choose_layer_ids
+from runtime.head_spec import DraftVocab
 from runtime.models.config import ModelConfig, load_config
 
 _TRAINER_BYTES = 16  # per parameter of the head
@@ -75,11 +78,15 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
     width = model.hidden_size
     kv_layer = 2 * model.kv_dim * dtype.itemsize
     layers = config.head.num_layers
-    # Decoder layers behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
-    head_parameters = layers * _count(model.block_shapes()) + 2 * width * width + 3 * width
+    head_parameters = _count_head(config, model)
     slots = config.runtime.num_pages * config.runtime.page_size
     features = {
-        codec: estimate_size([1000] * 1000, hidden_size=width, codec=codec).num_bytes
+        codec: estimate_size(
+            [1000] * 1000,
+            hidden_size=width,
+            codec=codec,
+            num_states=1 + len(choose_layer_ids(config.head, num_layers=model.num_layers)),
+        ).num_bytes
         for codec in STORED_DTYPES
     }
     return Sizes(
@@ -93,6 +100,16 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
         head_weights=head_parameters * dtype.itemsize,
         features=features,
     )
+
+
+def _count_head(config: Config, model: ModelConfig) -> int:
+    width, size = model.hidden_size, config.head.draft_vocab_size
+    if config.head.kind == "eagle3":
+        vocab = DraftVocab(size, coverage=0.0, ids_sha256="") if size else None
+        spec = make_head_spec(config.head, model, fingerprint="", draft_vocab=vocab)
+        return _count(spec.tensor_shapes()) - size  # the list's ids are no parameters
+    # Decoder layers behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
+    return config.head.num_layers * _count(model.block_shapes()) + 2 * width * width + 3 * width
 
 
 def _check_weights(sizes: Sizes, model: ModelConfig, machine: Machine, *, is_gpu: bool) -> Finding:

@@ -1,7 +1,8 @@
 """Codecs of the feature store: how hidden states lie on disk.
 
 ``fp8_e4m3`` keeps one fp32 scale per token, ``amax / 448``; everything else is a plain cast.
-Torch's cast to fp8 does not saturate (449 and above become NaN), so values are clamped first.
+Residual streams beside ``g`` have a scale each. Torch's cast to fp8 does not saturate (449 and
+above become NaN), so values are clamped first.
 Shape legend: N rows, D model width.
 """
 
@@ -52,6 +53,20 @@ def storable_rows(hidden_ND: torch.Tensor, codec: Codec) -> torch.Tensor:
         return torch.ones(hidden_ND.shape[0], dtype=torch.bool)
     # NaN propagates through amax and fails the comparison, infinity exceeds the bound.
     return hidden_ND.float().abs().amax(dim=1) <= _LARGEST[codec]
+
+
+def encode_layers(layers_NE: torch.Tensor, codec: Codec, *, width: int) -> EncodedRows:
+    """As :func:`encode`, every ``width`` columns with a scale of their own, ``[N, E / width]``."""
+    rows = encode(layers_NE.reshape(-1, width), codec)
+    scale = None if rows.scale_N is None else rows.scale_N.view(len(layers_NE), -1)
+    return EncodedRows(rows.hidden_ND.view(layers_NE.shape), scale)
+
+
+def decode_layers(rows: EncodedRows, *, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`encode_layers`, ``[N, E]``."""
+    scale = None if rows.scale_N is None else rows.scale_N.reshape(-1)
+    flat = EncodedRows(rows.hidden_ND.reshape(-1, width), scale)
+    return decode(flat, dtype=dtype).view(rows.hidden_ND.shape)
 
 
 def encode(hidden_ND: torch.Tensor, codec: Codec) -> EncodedRows:

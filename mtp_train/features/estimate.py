@@ -40,19 +40,21 @@ class SizeEstimate:
     num_tokens: int
     hidden_size: int
     codec: Codec
+    num_states: int = 1  # vectors of hidden_size per token
 
     @property
     def num_bytes(self) -> int:
         return self._bytes_in(self.codec)
 
     def _bytes_in(self, codec: Codec) -> int:
-        per_token = bytes_per_row(codec, self.hidden_size) + _IDS_AND_MASK
+        per_token = self.num_states * bytes_per_row(codec, self.hidden_size) + _IDS_AND_MASK
         return self.num_tokens * per_token + self.num_samples * _PER_SAMPLE
 
     def describe(self) -> str:
+        states = f"{self.num_states} x " if self.num_states > 1 else ""
         return (
-            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens x {self.hidden_size} in "
-            f"{self.codec}: {format_bytes(self.num_bytes)}"
+            f"{self.num_samples:,} samples, {self.num_tokens:,} tokens x {states}"
+            f"{self.hidden_size} in {self.codec}: {format_bytes(self.num_bytes)}"
         )
 
     def smaller_codecs(self) -> list[tuple[Codec, int]]:
@@ -61,9 +63,13 @@ class SizeEstimate:
         return [(codec, size) for codec, size in sizes if size < self.num_bytes]
 
 
-def estimate_size(lengths: Sequence[int], *, hidden_size: int, codec: Codec) -> SizeEstimate:
-    """Estimate for samples of ``lengths`` tokens."""
-    return SizeEstimate(len(lengths), sum(lengths), hidden_size, codec)
+def estimate_size(
+    lengths: Sequence[int], *, hidden_size: int, codec: Codec, num_states: int = 1
+) -> SizeEstimate:
+    """Estimate for samples of ``lengths`` tokens, of ``num_states`` vectors each: ``g`` and the
+    residual streams that a head reads beside it.
+    """
+    return SizeEstimate(len(lengths), sum(lengths), hidden_size, codec, num_states)
 
 
 def check_free_disk(

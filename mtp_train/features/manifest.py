@@ -42,8 +42,13 @@ class Fingerprint:
     hidden_size: int
     codec: Codec
     hidden_state: str = POST_FINAL_NORM
-    layer_ids: tuple[int, ...] = ()  # layers of un-normed residual streams; empty for g
+    layer_ids: tuple[int, ...] = ()  # k of the un-normed residual streams S_k beside g
     settings: tuple[tuple[str, str], ...] = ()  # of what computed the states: source, dtype, …
+
+    @property
+    def num_states(self) -> int:
+        """Vectors of ``hidden_size`` per token: ``g`` and one for each of ``layer_ids``."""
+        return 1 + len(self.layer_ids)
 
     def digest(self) -> str:
         """sha256 of the canonical JSON, hex."""
@@ -71,6 +76,19 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class LayerComparison:
+    """The dumped ``S_k`` against Hugging Face's in fp32. Errors are means over rows of
+    ``|ours - theirs| / |theirs|``.
+    """
+
+    layer_id: int
+    max_error: float  # of the worst row
+    mean_error: float
+    codec_error: float  # mean, of what is stored against what was dumped
+    neighbour: float  # mean distance to the nearer of S_{k-1} and S_{k+1}, on the same scale
+
+
+@dataclass(frozen=True)
 class P0Figures:
     """The first rung of the parity ladder, measured on a sample of one shard while dumping."""
 
@@ -79,6 +97,7 @@ class P0Figures:
     dtype: str  # dtype of the states before the codec
     comparisons: tuple[Comparison, ...]
     codec_mean_kl: float  # mean KL(before || after the codec), nats
+    layers: tuple[LayerComparison, ...] = ()  # empty: none are stored, or none were compared
 
 
 @dataclass(frozen=True)
@@ -241,6 +260,8 @@ def record_from_json(raw: Mapping[str, Any]) -> ShardRecord:
 def _figures_from_json(raw: Mapping[str, Any]) -> P0Figures:
     values = dict(raw)
     values["comparisons"] = tuple(Comparison(**item) for item in values["comparisons"])
+    layers = values.get("layers", ())  # manifests from before EAGLE-3 have none
+    values["layers"] = tuple(LayerComparison(**item) for item in layers)
     return P0Figures(**values)
 
 

@@ -16,6 +16,7 @@ Shape legend: M rows of a window, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +26,16 @@ import torch
 from mtp_train.config import Codec
 from mtp_train.errors import StageRefusedError
 from mtp_train.features.codecs import decode, encode
-from mtp_train.features.manifest import Comparison, P0Figures
+from mtp_train.features.manifest import Comparison, LayerComparison, P0Figures
+from mtp_train.features.p0_layers import compare_layers, layer_failures
 from mtp_train.features.shards import FeatureSample
 from mtp_train.features.sources import FeatureSource, HuggingFaceSource
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.kv_cache import SlotTable
 from runtime.models.base import Model
 from runtime.team import Team
+
+logger = logging.getLogger(__name__)
 
 _PAGE_SIZE = 16
 _ERROR_FACTOR = 2.0
@@ -121,13 +125,13 @@ class HuggingFaceReference(LogitsReference):
     name = HUGGINGFACE
 
     def __init__(self, source: HuggingFaceSource) -> None:
-        self._source = source
+        self.source = source
 
     def logits(self, windows: Sequence[Window]) -> list[torch.Tensor]:
         logits: list[torch.Tensor] = []
         for window in windows:
-            (rows,) = self._source.hidden([window.token_ids])
-            logits.append(self._source.logits(rows.hidden_TD[window.start : -1]).cpu())
+            (rows,) = self.source.hidden([window.token_ids])
+            logits.append(self.source.logits(rows.hidden_TD[window.start : -1]).cpu())
         return logits
 
 
@@ -144,7 +148,11 @@ class P0Check:
         num_rows: int,
         max_logprob_gap: float,
         max_kl: float,
+        layer_ids: Sequence[int] = (),
     ) -> None:
+        """``layer_ids`` of the samples' residual streams, which only a Hugging Face reference sees
+        (:mod:`mtp_train.features.p0_layers`); without one that is logged.
+        """
         self._source = source
         self._references = references
         self._codec: Codec = codec
@@ -152,6 +160,13 @@ class P0Check:
         self._num_rows = num_rows
         self._max_logprob_gap = max_logprob_gap
         self._max_kl = max_kl
+        self._layer_ids = tuple(layer_ids)
+        if self._layer_ids and self._find_hugging_face() is None:
+            logger.warning(
+                "P0: residual streams %s are not compared with anything, features.p0_references "
+                "has no huggingface",
+                list(self._layer_ids),
+            )
 
     def __call__(self, samples: Sequence[FeatureSample]) -> P0Figures:
         figures = self.measure(samples)
@@ -194,6 +209,29 @@ class P0Check:
             dtype=str(hidden_MD.dtype).removeprefix("torch."),
             comparisons=tuple(comparisons),
             codec_mean_kl=self._measure_codec(samples),
+            layers=self._compare_layers(chosen, windows),
+        )
+
+    def _find_hugging_face(self) -> HuggingFaceReference | None:
+        return next((r for r in self._references if isinstance(r, HuggingFaceReference)), None)
+
+    def _compare_layers(
+        self, samples: Sequence[FeatureSample], windows: Sequence[Window]
+    ) -> tuple[LayerComparison, ...]:
+        reference = self._find_hugging_face()
+        if not (self._layer_ids and windows and reference):
+            return ()
+        rows = []
+        for sample, window in zip(samples, windows, strict=True):
+            assert sample.layers is not None, "the writer takes no sample without them"
+            rows.append(sample.layers[window.start : -1].cpu())
+        return compare_layers(
+            reference.source,
+            [window.token_ids for window in windows],
+            [window.start for window in windows],
+            rows,
+            layer_ids=self._layer_ids,
+            codec=self._codec,
         )
 
     def _measure_codec(self, samples: Sequence[FeatureSample]) -> float:
@@ -242,7 +280,7 @@ class P0Check:
                 f"codec {self._codec} costs a mean KL of {figures.codec_mean_kl:.3g} nats, "
                 f"allowed {self._max_kl:g} (features.p0_max_kl)"
             )
-        return found
+        return found + layer_failures(figures.layers, dtype=figures.dtype, codec=self._codec)
 
     def _log_probs(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         return self._source.logits(hidden_MD).cpu().log_softmax(-1)

@@ -40,7 +40,8 @@ class FeatureReader:
     sample ids (a store may hold more than one token set needs). ``missing="skip"`` leaves out
     samples of shards that are not on disk, with a warning; the default refuses. With
     ``verify_on_open`` a shard's checksum is tested the first time it is touched. At most
-    ``max_open_shards`` files stay mapped. Raises :class:`FeatureStoreError` naming the shard.
+    ``max_open_shards`` files stay mapped. Residual streams are read only ``with_layers``. Raises
+    :class:`FeatureStoreError` naming the shard.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class FeatureReader:
         missing: MissingPolicy = "error",
         verify_on_open: bool = True,
         max_open_shards: int = 64,
+        with_layers: bool = True,
     ) -> None:
         self.path = Path(path)
         self.manifest: Manifest = load_manifest(self.path)
@@ -61,6 +63,7 @@ class FeatureReader:
             )
         self._verify_on_open = verify_on_open
         self._max_open_shards = max_open_shards
+        self._with_layers = with_layers
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._verified: set[int] = set()
 
@@ -127,7 +130,9 @@ class FeatureReader:
             raise damaged(self.path / record.name, fault)
         if self._verify_on_open and number not in self._verified:
             self._verify(number)
-        reader = ShardReader(self.path, record, self.manifest.fingerprint)
+        reader = ShardReader(
+            self.path, record, self.manifest.fingerprint, with_layers=self._with_layers
+        )
         self._open[number] = reader
         if len(self._open) > self._max_open_shards:
             self._open.popitem(last=False)

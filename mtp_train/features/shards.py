@@ -2,9 +2,10 @@
 
 Tensors, rows of all samples concatenated in the order of ``sample_ids``: ``hidden`` ``[N, D]``
 (codec dtype), ``scale`` ``[N]`` fp32 (``fp8_e4m3`` only), ``input_ids`` ``[N]`` int32,
-``loss_mask`` ``[N]`` bool. The metadata repeats the manifest's record, so that a shard whose
+``loss_mask`` ``[N]`` bool; with ``layer_ids`` also ``layers`` ``[N, E]`` and ``layers_scale``
+``[N, E / D]``. The metadata repeats the manifest's record, so that a shard whose
 record was lost can be adopted. The file is named after the hash of its content. Shape legend:
-N rows of the shard, T rows of one sample, D model width.
+N rows of the shard, T rows of one sample, D model width, E = len(layer_ids) * D.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from mtp_train.config import Codec
-from mtp_train.features.codecs import STORED_DTYPES, EncodedRows, decode, encode, has_scale
+from mtp_train.features.codecs import (
+    STORED_DTYPES,
+    EncodedRows,
+    decode,
+    decode_layers,
+    encode,
+    encode_layers,
+    has_scale,
+)
 from mtp_train.features.manifest import (
     FeatureStoreError,
     Fingerprint,
@@ -48,13 +57,14 @@ _REPAIR = (
 @dataclass(frozen=True)
 class FeatureSample:
     """One sample: ``input_ids`` int64 ``[T]``, ``loss_mask`` bool ``[T]``, ``hidden`` float
-    ``[T, D]``.
+    ``[T, D]``, ``layers`` float ``[T, E]`` where residual streams are stored (and read).
     """
 
     sample_id: str
     input_ids: torch.Tensor = field(repr=False)
     loss_mask: torch.Tensor = field(repr=False)
     hidden: torch.Tensor = field(repr=False)
+    layers: torch.Tensor | None = field(default=None, repr=False)
 
 
 def write_shard(
@@ -76,6 +86,8 @@ def write_shard(
     if has_scale(codec):
         scales = [rows.scale_N for rows in encoded if rows.scale_N is not None]
         tensors["scale"] = _cat(scales, torch.float32, ())
+    if fingerprint.layer_ids:
+        tensors |= _layer_tensors([sample.layers for sample in samples], fingerprint)
     record = ShardRecord(
         name="",
         sha256="",
@@ -92,6 +104,22 @@ def write_shard(
     name = f"shard-{digest[:_NAME_HEX]}.safetensors"
     write_atomic(path / name, data)
     return dataclasses.replace(record, name=name, sha256=digest, num_bytes=len(data))
+
+
+def _layer_tensors(
+    layers: Sequence[torch.Tensor | None], fingerprint: Fingerprint
+) -> dict[str, torch.Tensor]:
+    codec, width, count = fingerprint.codec, fingerprint.hidden_size, len(fingerprint.layer_ids)
+    encoded = []
+    for layers_TE in layers:
+        assert layers_TE is not None, "the writer refuses samples without them"
+        encoded.append(encode_layers(layers_TE, codec, width=width))
+    dtype = STORED_DTYPES[codec]
+    tensors = {"layers": _cat([rows.hidden_ND for rows in encoded], dtype, (count * width,))}
+    if has_scale(codec):
+        scales = [rows.scale_N for rows in encoded if rows.scale_N is not None]
+        tensors["layers_scale"] = _cat(scales, torch.float32, (count,))
+    return tensors
 
 
 def adopt_shard(file: Path, fingerprint: Fingerprint) -> ShardRecord | None:
@@ -132,11 +160,17 @@ def damaged(file: Path, fault: str) -> FeatureStoreError:
 class ShardReader:
     """An open shard. Rows are read by slice from the memory map; nothing else is held."""
 
-    def __init__(self, path: Path, record: ShardRecord, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, path: Path, record: ShardRecord, fingerprint: Fingerprint, *, with_layers: bool
+    ) -> None:
         self._file = path / record.name
         self._codec: Codec = fingerprint.codec
+        self._width = fingerprint.hidden_size
+        self._has_layers = with_layers and bool(fingerprint.layer_ids)
         self._stops = torch.tensor(record.lengths, dtype=torch.int64).cumsum(0).tolist()
         names = ["hidden", "input_ids", "loss_mask", *(["scale"] if self._has_scale else [])]
+        if self._has_layers:
+            names += ["layers", *(["layers_scale"] if self._has_scale else [])]
         try:
             self._handle: Any = safe_open(self._file, framework="pt")
         except SafetensorError as error:
@@ -146,16 +180,17 @@ class ShardReader:
         if missing:
             raise damaged(self._file, f"tensor {missing[0]} is missing")
         self._slices = {name: self._handle.get_slice(name) for name in names}
-        expected = [record.num_tokens, fingerprint.hidden_size]
-        shape = list(self._slices["hidden"].get_shape())
-        if shape != expected:
-            raise damaged(self._file, f"tensor hidden has shape {shape}, expected {expected}")
-        for name in names[1:]:
+        count = len(fingerprint.layer_ids)
+        columns = {
+            "hidden": [self._width],
+            "layers": [count * self._width],
+            "layers_scale": [count],
+        }
+        for name in names:
             shape = list(self._slices[name].get_shape())
-            if shape != expected[:1]:
-                raise damaged(
-                    self._file, f"tensor {name} has shape {shape}, expected {expected[:1]}"
-                )
+            expected = [record.num_tokens, *columns.get(name, [])]
+            if shape != expected:
+                raise damaged(self._file, f"tensor {name} has shape {shape}, expected {expected}")
 
     @property
     def _has_scale(self) -> bool:
@@ -174,7 +209,15 @@ class ShardReader:
             self._slices["input_ids"][start:stop].long(),
             self._slices["loss_mask"][start:stop].clone(),
             decode(rows, dtype=dtype),
+            self._read_layers(start, stop, dtype) if self._has_layers else None,
         )
+
+    def _read_layers(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = EncodedRows(
+            self._slices["layers"][start:stop],
+            self._slices["layers_scale"][start:stop] if self._has_scale else None,
+        )
+        return decode_layers(rows, width=self._width, dtype=dtype)
 
 
 def _cat(parts: Sequence[torch.Tensor], dtype: torch.dtype, tail: tuple[int, ...]) -> torch.Tensor:

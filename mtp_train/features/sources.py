@@ -1,8 +1,8 @@
 """Where hidden states come from: our runtime, or Hugging Face in the same dtype.
 
 Both give ``g``, the target's hidden state *after* its final norm, one row per token, and the
-logits of such rows. Shape legend: B sequences, T tokens, M selected rows, D model width,
-V vocabulary.
+logits of such rows; with ``layer_ids`` the residual streams ``S_k`` of these too. Shape legend: B
+sequences, T tokens, M selected rows, D model width, E = len(layer_ids) * D, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class FeatureSource(ABC):
 class RuntimeSource(FeatureSource):
     """The runtime's packed, chunked forward: ``max_batch_tokens`` rows at a time.
 
-    Over several ranks the first one asks; the others follow its ``engine``.
+    Over several ranks the first one asks; the others follow its ``engine``. Residual streams are
+    those that ``model`` gives (:meth:`runtime.models.llama.LlamaModel.tapped`).
     """
 
     name = "runtime"
@@ -73,14 +74,29 @@ class HuggingFaceSource(FeatureSource):
     """``transformers``' forward over batches of sequences of similar length, padded on the right.
 
     No attention mask is given: under causal attention a row never sees the padding behind it.
+    ``S_k`` is entry ``k`` of its ``hidden_states``, the input of decoder layer ``k``.
     """
 
     name = "huggingface"
 
-    def __init__(self, model: Any, *, max_batch_tokens: int) -> None:
+    def __init__(self, model: Any, *, max_batch_tokens: int, layer_ids: Sequence[int] = ()) -> None:
         self._model = model.eval()
         self.dtype = model.dtype
         self._max_batch_tokens = max_batch_tokens
+        self._layer_ids = tuple(layer_ids)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self._model.config.num_hidden_layers)
+
+    @torch.inference_mode()
+    def residuals(self, sequence: Sequence[int], layer_ids: Sequence[int]) -> list[torch.Tensor]:
+        """``S_k`` of one sequence for each of ``layer_ids``, ``[T, D]`` each."""
+        input_ids_1T = torch.as_tensor(sequence)[None].to(self._model.device)
+        output = self._model.get_decoder()(
+            input_ids=input_ids_1T, use_cache=False, output_hidden_states=True
+        )
+        return [output.hidden_states[layer_id][0] for layer_id in layer_ids]
 
     @torch.inference_mode()
     def hidden(self, sequences: Sequence[Sequence[int]]) -> Iterator[HiddenRows]:
@@ -90,10 +106,20 @@ class HuggingFaceSource(FeatureSource):
             input_ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
             for row, index in enumerate(batch):
                 input_ids_BT[row, : len(sequences[index])] = torch.as_tensor(sequences[index])
-            output = decoder(input_ids=input_ids_BT.to(self._model.device), use_cache=False)
+            output = decoder(
+                input_ids=input_ids_BT.to(self._model.device),
+                use_cache=False,
+                output_hidden_states=bool(self._layer_ids),
+            )
             for row, index in enumerate(batch):
                 ids = tuple(sequences[index])
-                yield HiddenRows(str(index), ids, output.last_hidden_state[row, : len(ids)])
+                streams = [output.hidden_states[k][row, : len(ids)] for k in self._layer_ids]
+                yield HiddenRows(
+                    str(index),
+                    ids,
+                    output.last_hidden_state[row, : len(ids)],
+                    layers_TE=torch.cat(streams, -1) if streams else None,
+                )
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from data_prep.chat import hash_template, read_template
 from data_prep.fingerprints import tokenizer_hash
 from mtp_train.config import Config, TargetConfig
 from mtp_train.features.manifest import Fingerprint
+from mtp_train.layer_ids import choose_layer_ids
 from runtime.cpu import best_dtype
 from runtime.models.loader import default_cache_dir, fingerprint_target, resolve_target
 
@@ -25,6 +26,7 @@ class TargetShape:
 
     hidden_size: int
     max_position_embeddings: int
+    num_layers: int
 
 
 def cache_directory(target: TargetConfig) -> Path:
@@ -48,10 +50,11 @@ def read_shape(directory: Path) -> TargetShape:
     file = directory / "config.json"
     raw = json.loads(file.read_text())
     raw = raw.get("text_config", raw)
-    for key in ("hidden_size", "max_position_embeddings"):
+    keys = ("hidden_size", "max_position_embeddings", "num_hidden_layers")
+    for key in keys:
         if not isinstance(raw.get(key), int):
             raise ValueError(f"{file}: {key}={raw.get(key)!r}: expected an integer")
-    return TargetShape(raw["hidden_size"], raw["max_position_embeddings"])
+    return TargetShape(*(raw[key] for key in keys))
 
 
 def fingerprint_features(config: Config, directory: Path, *, device: torch.device) -> Fingerprint:
@@ -62,12 +65,14 @@ def fingerprint_features(config: Config, directory: Path, *, device: torch.devic
     """
     tokenizer = load_tokenizer(config.target, directory)
     template, arguments = read_template(config.data.chat_template, config.data.chat_template_kwargs)
+    shape = read_shape(directory)
     return Fingerprint(
         target_weights=fingerprint_target(directory, cache_dir=cache_directory(config.target)),
         tokenizer=tokenizer_hash(tokenizer),
         chat_template=hash_template(tokenizer, template=template, kwargs=arguments),
-        hidden_size=read_shape(directory).hidden_size,
+        hidden_size=shape.hidden_size,
         codec=config.features.codec,
+        layer_ids=choose_layer_ids(config.head, num_layers=shape.num_layers),
         settings=(
             ("source", config.features.source),
             ("dtype", str(target_dtype(config.target, device)).removeprefix("torch.")),

@@ -18,7 +18,8 @@ from mtp_train.features.sources import (
     RuntimeSource,
     load_hugging_face,
 )
-from mtp_train.features.target import cache_directory, target_dtype
+from mtp_train.features.target import cache_directory, read_shape, target_dtype
+from mtp_train.layer_ids import choose_layer_ids
 from runtime.cpu import set_threads
 from runtime.models.base import Model
 from runtime.models.loader import load_target
@@ -68,6 +69,7 @@ def load_workbench(
         threads = config.runtime.num_threads or count_physical_cores() // group.local_world_size
         set_threads(max(1, threads))
     features = config.features
+    layer_ids = choose_layer_ids(config.head, num_layers=read_shape(directory).num_layers)
     tensor_group = tensor_group or SingleProcessGroup(device)
     team: Team | None = None
     model: Model | None = None
@@ -81,6 +83,8 @@ def load_workbench(
             cache_dir=cache_directory(config.target),
             group=tensor_group,
         ).model
+        if layer_ids:
+            model = model.tapped(layer_ids)
         team = SoloTeam(model)
     loaded: dict[torch.dtype, HuggingFaceSource] = {}
 
@@ -94,6 +98,7 @@ def load_workbench(
                     trust_remote_code=config.target.trust_remote_code,
                 ),
                 max_batch_tokens=features.max_batch_tokens,
+                layer_ids=layer_ids,
             )
         return loaded[wanted]
 
@@ -118,5 +123,6 @@ def load_workbench(
         num_rows=features.p0_rows_per_sample,
         max_logprob_gap=features.p0_max_logprob_gap,
         max_kl=features.p0_max_kl,
+        layer_ids=layer_ids,
     )
     return Workbench(source, check)

@@ -177,11 +177,14 @@ class FeatureWriter:
         input_ids: torch.Tensor | Sequence[int],
         loss_mask: torch.Tensor | Sequence[bool],
         hidden_TD: torch.Tensor,
+        layers_TE: torch.Tensor | None = None,
     ) -> bool:
         """Take one sample; rows that decoding did not compute must be cut off by the caller.
 
-        ``hidden_TD`` is ``[T, D]`` of any float dtype and device; it is kept until its shard is
-        written. Returns whether the sample was taken: not when it is known or quarantined.
+        ``hidden_TD`` is ``[T, D]`` of any float dtype and device, and so is ``layers_TE`` with one
+        ``[T, D]`` for each of the fingerprint's ``layer_ids``, side by side; both are kept until
+        their shard is written. Returns whether the sample was taken: not when it is known or
+        quarantined.
         """
         ids_T = torch.as_tensor(input_ids, dtype=torch.int64)
         mask_T = torch.as_tensor(loss_mask, dtype=torch.bool)
@@ -191,15 +194,26 @@ class FeatureWriter:
                 f"sample {sample_id}: {len(ids_T)} tokens, {len(mask_T)} mask entries and hidden "
                 f"states {list(hidden_TD.shape)}; expected one row of {expected[1]} per token"
             )
+        num_columns = expected[1] * len(self._fingerprint.layer_ids)
+        found = [len(ids_T), 0] if layers_TE is None else list(layers_TE.shape)
+        if found != [len(ids_T), num_columns]:
+            raise ValueError(
+                f"sample {sample_id}: residual streams {found}; expected {num_columns} columns, of "
+                f"layers {list(self._fingerprint.layer_ids)}"
+            )
         if sample_id in self._known:
             return False
         self._known.add(sample_id)
         rows_TD = hidden_TD.detach().cpu()
-        num_bad = int((~storable_rows(rows_TD, self._fingerprint.codec)).sum())
+        is_storable = storable_rows(rows_TD, self._fingerprint.codec)
+        if layers_TE is not None:
+            layers_TE = layers_TE.detach().cpu()
+            is_storable &= storable_rows(layers_TE, self._fingerprint.codec)
+        num_bad = int((~is_storable).sum())
         if num_bad:
             self._quarantine(QuarantinedSample(sample_id, len(ids_T), num_bad))
             return False
-        self._pending.append(FeatureSample(sample_id, ids_T, mask_T, rows_TD))
+        self._pending.append(FeatureSample(sample_id, ids_T, mask_T, rows_TD, layers_TE))
         self._pending_tokens += len(ids_T)
         if self._pending_tokens >= self._shard_tokens:
             self.flush()

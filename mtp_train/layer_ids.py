@@ -1,0 +1,24 @@
+"""Which residual streams of the target a head reads.
+
+``S_k`` is the residual stream after ``k`` decoder layers, without the final norm: the output of
+layer ``k - 1`` counted from 0, the input of layer ``k``, and entry ``k`` of ``hidden_states`` of
+Hugging Face.
+"""
+
+from __future__ import annotations
+
+from mtp_train.config import HeadConfig
+from runtime.models.llama import check_layer_ids
+
+
+def choose_layer_ids(head: HeadConfig, *, num_layers: int) -> tuple[int, ...]:
+    """The k of the ``S_k`` that ``head`` reads beside ``g``; none unless ``kind=eagle3``.
+
+    Without ``head.layer_ids`` they are those of vLLM and SGLang: 2, ``num_layers // 2`` and
+    ``num_layers - 3``. Raises ``ValueError`` where the target has no such layers.
+    """
+    if head.kind != "eagle3":
+        return ()
+    chosen = head.layer_ids or (2, num_layers // 2, num_layers - 3)
+    check_layer_ids(chosen, num_layers=num_layers, field="head.layer_ids")
+    return chosen
