@@ -5,8 +5,11 @@ Alignment: row i takes ``g_i`` and the embedding of ``t_{i+1}`` at position i; u
 ``i+2+k`` exists and its loss mask is true. Only rows that an active pair depends on become query
 rows; rows behind the last of them are dropped, because nobody attends to them.
 
+A head that reads residual streams (``of_layers``) takes ``S_k`` of row i in the place of ``g_i``;
+its targets are the same.
+
 Shape legend: T tokens of one sample, S packed rows, N query rows of one step, A active rows,
-D model width, K unroll steps.
+D model width, E width of the residual streams side by side, K unroll steps.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ class Sample(Protocol):
 
     @property
     def hidden(self) -> torch.Tensor: ...  # float [T, D], the target's g
+
+    @property
+    def layers(self) -> torch.Tensor | None: ...  # float [T, E], its residual streams
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class UnrollStep:
 class HeadBatch:
     """Packed rows of several samples; ``cu_seqlens`` holds the sample borders, starting with 0."""
 
-    hidden_SD: torch.Tensor
+    hidden_SD: torch.Tensor  # what the head reads of the target: g, or residual streams [S, E]
     next_ids_S: torch.Tensor  # t_{i+1}
     positions_S: torch.Tensor  # position inside the sample
     cu_seqlens: tuple[int, ...]
@@ -179,6 +185,7 @@ def pack(
     every_row: bool = False,
     target_lse: Sequence[torch.Tensor] | None = None,
     input_hidden: Sequence[torch.Tensor] | None = None,
+    of_layers: bool = False,
 ) -> HeadBatch:
     """Pack samples (host tensors) for ``num_steps`` unroll steps.
 
@@ -197,7 +204,9 @@ def pack(
         if not plan.num_rows:
             continue
         start = cu_seqlens[-1]
-        read = sample.hidden if input_hidden is None else input_hidden[index]
+        read = read_rows(sample, of_layers=of_layers)
+        if input_hidden is not None:
+            read = input_hidden[index]
         hidden.append(read[: plan.num_rows])
         next_ids.append(sample.input_ids[1 : plan.num_rows + 1])
         positions.append(torch.arange(plan.num_rows))
@@ -220,12 +229,23 @@ def pack(
         num_queries = [n + len(rows) for n, rows in zip(num_queries, plan.needed, strict=True)]
     if not hidden:
         return idle_batch(
-            samples[0].hidden.shape[1], num_steps=num_steps, with_lse=target_lse is not None
+            samples[0].hidden.shape[1],
+            num_steps=num_steps,
+            with_lse=target_lse is not None,
+            input_size=read_rows(samples[0], of_layers=of_layers).shape[1],
         )
     steps = tuple(_join_step(column, tuple(cu_seqlens)) for column in columns)
     return HeadBatch(
         torch.cat(hidden), torch.cat(next_ids), torch.cat(positions), tuple(cu_seqlens), steps
     )
+
+
+def read_rows(sample: Sample, *, of_layers: bool) -> torch.Tensor:
+    """What a head reads of the target: ``g``, or the residual streams ``[T, E]``."""
+    if not of_layers:
+        return sample.hidden
+    assert sample.layers is not None, "the head reads residual streams, the sample has none"
+    return sample.layers
 
 
 def _join_step(column: dict[str, list[torch.Tensor]], cu_seqlens: tuple[int, ...]) -> UnrollStep:
@@ -242,8 +262,13 @@ def _join_step(column: dict[str, list[torch.Tensor]], cu_seqlens: tuple[int, ...
     )
 
 
-def idle_batch(hidden_size: int, *, num_steps: int, with_lse: bool = False) -> HeadBatch:
-    """One row at position 0, no loss anywhere: what a rank steps with that has nothing to do."""
+def idle_batch(
+    hidden_size: int, *, num_steps: int, with_lse: bool = False, input_size: int = 0
+) -> HeadBatch:
+    """One row at position 0, no loss anywhere: what a rank steps with that has nothing to do.
+
+    ``input_size``: columns that the head reads, where these are not ``hidden_size``.
+    """
     none = torch.empty(0, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.int64)
     lse = torch.empty(0) if with_lse else None
@@ -252,7 +277,7 @@ def idle_batch(hidden_size: int, *, num_steps: int, with_lse: bool = False) -> H
         UnrollStep(zero, zero, zero, none, none, torch.empty(0, hidden_size), idle_block, lse)
         for _ in range(num_steps)
     )
-    return HeadBatch(torch.zeros(1, hidden_size), zero, zero, (0, 1), steps)
+    return HeadBatch(torch.zeros(1, input_size or hidden_size), zero, zero, (0, 1), steps)
 
 
 def plan_epoch(

@@ -63,6 +63,7 @@ RANGES: tuple[Rule, ...] = (
     (
         (
             "seed",
+            "head.draft_vocab_size",
             "loss.hidden_weight",
             "loss.logit_weight",
             "loss.sub_vocab_size",
@@ -141,6 +142,29 @@ _EAGLE: Mapping[str, Any] = MappingProxyType(
 )
 
 
+_EAGLE3: Mapping[str, Any] = MappingProxyType(
+    {
+        "head.num_layers": 1,
+        "head.concat": "embedding_hidden",
+        "head.first_embedding_mask": False,
+        "head.projection_bias": False,
+        "head.norms.enorm": True,
+        "head.norms.hnorm": True,
+        "head.norms.input": False,
+        "head.norms.post_attention": True,
+        "head.norms.final": True,
+    }
+)
+_EAGLE3_ONLY: Mapping[str, Any] = MappingProxyType(
+    {
+        "head.layer_ids": (),
+        "head.fusion_norm": "none",
+        "head.norm_before_residual": False,
+        "head.draft_vocab_size": 0,
+    }
+)
+
+
 def check_config(config: Config) -> None:
     """Ranges, and the combinations that cannot work. Raises ``ValueError``, a :class:`ConfigError`
     where the rule is one of this module's.
@@ -178,15 +202,62 @@ def _check_head(config: Config) -> None:
             f"head.init={init!r}: must be {', '.join(BUILT_IN_INITS)} or a head directory "
             "(runs/<name>/head)"
         )
-    if config.head.kind != "eagle":
+    if config.head.kind == "eagle":
+        _check_published(config, _EAGLE, "EAGLE-1 as published")
+    if config.head.kind == "eagle3":
+        _check_published(config, _EAGLE3, "EAGLE-3 as published")
         return
-    for path, value in _EAGLE.items():
+    for path, value in _EAGLE3_ONLY.items():
         given = get_field(config, path)
         if given != value:
-            shown = [str(x).lower() if isinstance(x, bool) else x for x in (given, value)]
             raise ConfigError(
-                f"{path}={shown[0]} with head.kind=eagle: EAGLE-1 as published has {shown[1]}; "
-                "choose all of it with head=eagle, or set norms one by one with head.kind=mtp"
+                f"{path}={_shown(given)} with head.kind={config.head.kind}: only the head of "
+                "EAGLE-3 has that; choose head=eagle3"
+            )
+
+
+def _check_published(config: Config, fields: Mapping[str, Any], meaning: str) -> None:
+    kind = config.head.kind
+    for path, value in fields.items():
+        given = get_field(config, path)
+        if given != value:
+            raise ConfigError(
+                f"{path}={_shown(given)} with head.kind={kind}: {meaning} has {_shown(value)}; "
+                f"choose all of it with head={kind}, or set norms one by one with head.kind=mtp"
+            )
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _check_own_head(config: Config) -> None:
+    """A head with an ``lm_head`` of its own learns a distribution, over its own vocabulary."""
+    if config.head.kind != "eagle3":
+        return
+    loss = config.loss
+    if loss.hidden_weight or not loss.logit_weight:
+        raise ConfigError(
+            f"loss.hidden_weight={loss.hidden_weight}, loss.logit_weight={loss.logit_weight} with "
+            "head.kind=eagle3: its states are its own, only distributions are compared; choose "
+            "loss=eagle3, or set loss.hidden_weight=0 and a loss.logit_weight above it"
+        )
+    if loss.own_tokens:
+        raise ConfigError(
+            "loss.own_tokens=true with head.kind=eagle3: the unroll of a head with an lm_head of "
+            "its own is fed the text's tokens; set it to false"
+        )
+    for name, instead in (
+        ("sub_vocab_size", "use head.draft_vocab_size, which it drafts from as well"),
+        ("vocab_chunk", "lower loss.row_chunk for less memory"),
+    ):
+        value = getattr(loss, name)
+        if value:
+            raise ConfigError(
+                f"loss.{name}={value} with head.kind=eagle3: its loss is over its whole draft "
+                f"vocabulary; set it to 0 and {instead}"
             )
 
 
@@ -451,6 +522,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_hot_vocab,
     _check_features,
     _check_loss,
+    _check_own_head,
     _check_trainer,
     _check_validation,
     _check_generate,

@@ -24,6 +24,7 @@ from mtp_train.attention import choose_attention
 from mtp_train.checkpoint import Observer, TrainerState
 from mtp_train.config import Config, LossConfig, TrainerConfig
 from mtp_train.distributed import ProcessGroup
+from mtp_train.draft_loss import DraftTarget, draft_head_loss
 from mtp_train.errors import StageRefusedError
 from mtp_train.feature_noise import add_uniform_noise
 from mtp_train.features.target import target_dtype
@@ -39,6 +40,7 @@ from mtp_train.packing import (
     idle_batch,
     pack,
     plan_epoch,
+    read_rows,
     split_step,
 )
 from mtp_train.phases import PhaseClock
@@ -52,7 +54,7 @@ from mtp_train.sequence_parallel import (
 )
 from mtp_train.train_log import TrainLog
 from mtp_train.zero import HeadEngine, ensure_process_group
-from runtime.head_spec import HeadSpec, save_head
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, save_head
 from runtime.parallel import TorchProcessGroup
 from runtime.seeds import derive_seed
 
@@ -148,6 +150,11 @@ class Trainer:
             self._sampler = TailSampler(
                 inputs.kept_ids, inputs.lm_head_VD, sample_size=config.loss.tail_sample_size
             )
+        self._draft_target: DraftTarget | None = None
+        if inputs.spec.lm_head == "own":
+            ids_W = inputs.initial.get(DRAFT_VOCAB_NAME)
+            self._draft_target = DraftTarget.of(inputs.lm_head_VD, ids_W)
+        self._needs_lse = self._sampler is not None or inputs.spec.draft_vocab is not None
         self._target_lse: dict[int, torch.Tensor] = {}  # sample -> fp32 [T]; kept over epochs
         self._clock = PhaseClock(group.device)
 
@@ -368,11 +375,18 @@ class Trainer:
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its loss sums (fp64 ``[3]``)."""
         loss, lm_head = self._config.loss, self._inputs.lm_head_VD
+        target, embedding_VD = self._draft_target, self._inputs.embedding_VD
         with self._clock.phase("forward"):
-            drafts_by = lm_head if loss.own_tokens else None
-            states = self._engine(batch, self._inputs.embedding_VD, drafts_by)
+            if target is not None:
+                *states, own_WD = self._engine(batch, embedding_VD, with_lm_head=True)
+            else:
+                drafts_by = lm_head if loss.own_tokens else None
+                states = self._engine(batch, embedding_VD, drafts_by)
         with self._clock.phase("loss"):
-            parts = head_loss(states, batch, lm_head, config=loss, sub_vocab=sub_vocab)
+            if target is not None:
+                parts = draft_head_loss(states, batch, own_WD, target, config=loss)
+            else:
+                parts = head_loss(states, batch, lm_head, config=loss, sub_vocab=sub_vocab)
         with self._clock.phase("backward"):
             self._engine.backward(parts.total / weight)
         return torch.stack((parts.total.detach(), parts.hidden, parts.logit)).double()
@@ -386,11 +400,15 @@ class Trainer:
         return totals
 
     def _pack(self, step: int, part: Sequence[tuple[int, Sample]]) -> HeadBatch:
-        needs_lse = self._sampler is not None
+        needs_lse, spec = self._needs_lse, self._inputs.spec
         amplitude = self._config.trainer.feature_noise
         if not part:
-            width = self._inputs.spec.hidden_size
-            batch = idle_batch(width, num_steps=self._num_steps, with_lse=needs_lse)
+            batch = idle_batch(
+                spec.hidden_size,
+                num_steps=self._num_steps,
+                with_lse=needs_lse,
+                input_size=spec.input_size,
+            )
         else:
             lse = [self._normaliser(i, sample) for i, sample in part] if needs_lse else None
             noisy = [self._noisy(step, i, sample) for i, sample in part] if amplitude else None
@@ -399,6 +417,7 @@ class Trainer:
                 num_steps=self._num_steps,
                 target_lse=lse,
                 input_hidden=noisy,
+                of_layers=spec.reads_layers,
             )
         if self._rows is not None:
             ranks = self._rows
@@ -410,7 +429,7 @@ class Trainer:
         world size and a resumed run draw the same.
         """
         return add_uniform_noise(
-            sample.hidden,
+            read_rows(sample, of_layers=self._inputs.spec.reads_layers),
             amplitude=self._config.trainer.feature_noise,
             seed=derive_seed(self._config.seed, "feature noise", step, index),
         )

@@ -17,9 +17,11 @@ from mtp_train.answer_tokens import count_answer_tokens, covered_share, most_fre
 from mtp_train.checkpoint import Observer
 from mtp_train.config import BUILT_IN_INITS, Config
 from mtp_train.distributed import ProcessGroup, run_on_leader
+from mtp_train.draft_loss import DraftTarget
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
-from mtp_train.heads.init import initialise, make_head_spec, read_initial_head
+from mtp_train.heads.init import OwnHead, initialise, make_head_spec, read_initial_head
+from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.targets import open_target
@@ -28,7 +30,7 @@ from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, set_threads
 from runtime.files import sha256_file
-from runtime.head_spec import WEIGHTS_NAME
+from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids
 from runtime.models.config import load_config
 from runtime.models.loader import (
     Checkpoint,
@@ -85,7 +87,8 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
     token_set = load_token_set(run_directory.data)
-    samples = _open_samples(run_directory.features / "train", token_set)
+    layer_ids = choose_layer_ids(config.head, num_layers=target_config.num_layers)
+    samples = _open_samples(run_directory.features / "train", token_set, layer_ids)
     stored = samples.manifest.fingerprint.target_weights
     if stored != fingerprint:
         raise ValueError(
@@ -127,10 +130,22 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
                 str(serving_dtype).removeprefix("torch."),
                 sum(shared.values()),
             )
-    spec = make_head_spec(config.head, target_config, fingerprint=fingerprint)
+    draft_ids, draft_vocab = None, None
+    if config.head.draft_vocab_size:
+        draft_ids, draft_vocab = choose_draft_vocab(
+            _trained_rows(token_set, samples),
+            size=config.head.draft_vocab_size,
+            vocab_size=target_config.vocab_size,
+        )
+    spec = make_head_spec(
+        config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab
+    )
     method = config.head.init
-    start: dict[str, Any] = {"head": asdict(config.head)}
+    start: dict[str, Any] = {"head": {**asdict(config.head), "layer_ids": list(layer_ids)}}
     if method in BUILT_IN_INITS:
+        own_head = None
+        if spec.lm_head == "own":
+            own_head = OwnHead(draft_ids, DraftTarget.of(lm_head, draft_ids).weight_WD)
         initial = initialise(
             spec,
             method=method,
@@ -138,6 +153,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             initializer_range=_initializer_range(directory),
             num_target_layers=target_config.num_layers,
             read_target=read_target,
+            own_head=own_head,
         )
     else:
         initial = read_initial_head(Path(method), spec)
@@ -166,6 +182,26 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     return inputs, validator
 
 
+def choose_draft_vocab(
+    rows: Iterable[tuple[np.ndarray, np.ndarray]], *, size: int, vocab_size: int
+) -> tuple[torch.Tensor, DraftVocab]:
+    """The ids that a head with an ``lm_head`` of its own is trained over: the ``size`` most
+    frequent under the loss mask (int64, ascending). ``rows`` as in :func:`frequent_answer_ids`.
+
+    Raises ``ValueError`` when ``size`` is not below ``vocab_size``.
+    """
+    if not 0 < size < vocab_size:
+        raise ValueError(
+            f"head.draft_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
+            "(0 drafts from all of it)"
+        )
+    counts_V = count_answer_tokens(rows, vocab_size=vocab_size)
+    ids_W = most_frequent(counts_V, size)
+    coverage = covered_share(counts_V, ids_W)
+    logger.info("drafts from the %d most frequent answer tokens: %.2f %%", size, 100 * coverage)
+    return ids_W, DraftVocab(size=size, coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
+
+
 def frequent_answer_ids(
     rows: Iterable[tuple[np.ndarray, np.ndarray]], *, size: int, vocab_size: int
 ) -> torch.Tensor:
@@ -186,10 +222,20 @@ def frequent_answer_ids(
     return kept
 
 
-def _open_samples(store: Path, token_set: TokenSet) -> FeatureReader:
-    """The store's samples that the train split names. Raises ``ValueError`` when one is missing."""
+def _open_samples(store: Path, token_set: TokenSet, layer_ids: tuple[int, ...]) -> FeatureReader:
+    """The store's samples that the train split names, with the residual streams ``layer_ids``.
+
+    Raises ``ValueError`` when a sample is missing, or the streams are others.
+    """
     wanted = set(token_set.train["sample_id"])
-    samples = FeatureReader(store, select=wanted)
+    samples = FeatureReader(store, select=wanted, with_layers=bool(layer_ids))
+    stored = samples.manifest.fingerprint.layer_ids
+    if layer_ids and stored != layer_ids:
+        raise ValueError(
+            f"features={store}: holds the residual streams of layers {list(stored)}, the head "
+            f"reads {list(layer_ids)} (head.layer_ids); choose another features.path and run "
+            "`mtp precompute` with this head"
+        )
     num_quarantined = len(wanted) - len(samples)  # the reader refuses any other absence
     logger.info(
         "features: %d of %d samples of the train split%s",

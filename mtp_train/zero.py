@@ -95,6 +95,7 @@ class HeadEngine:
         self._zero_stage = zero_stage
         self._spec = head.spec
         self._parameters = dict(head.named_parameters())
+        self._fixed = {name: b.detach().cpu().clone() for name, b in head.named_buffers()}
         self._bad = torch.zeros((), device=group.device)
         for parameter in self._parameters.values():
             parameter.register_hook(self._watch)
@@ -106,8 +107,8 @@ class HeadEngine:
             )[0]
         self._accumulation = config.gradient_accumulation
 
-    def __call__(self, *args: Any) -> Any:
-        return self.engine(*args)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.engine(*args, **options)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients. ``loss`` is this rank's share of the global mean.
@@ -155,11 +156,15 @@ class HeadEngine:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The head's whole tensors on the host, on every rank (a collective at stage 3)."""
         if self._zero_stage < 3:
-            return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+            return self._copy_tensors()
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(self._parameters.values())):
-            return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+            return self._copy_tensors()
+
+    def _copy_tensors(self) -> dict[str, torch.Tensor]:
+        trained = {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+        return trained | self._fixed
 
     def _watch(self, gradient: torch.Tensor) -> None:
         """Runs on each local gradient before DeepSpeed reduces it."""

@@ -9,11 +9,14 @@ import torch
 
 from mtp_train.attention import BLOCKWISE, TrainingAttention
 from mtp_train.heads.eagle import EagleHead
+from mtp_train.heads.eagle3 import Eagle3Head
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec
 
-HEADS: Mapping[str, type[MtpHead]] = MappingProxyType({"mtp": MtpHead, "eagle": EagleHead})
+HEADS: Mapping[str, type[MtpHead]] = MappingProxyType(
+    {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head}
+)
 
 
 def build_training_head(

@@ -3,21 +3,33 @@
 ``random``: truncated normal with the target's own ``initializer_range``, norms at one, a bias at
 zero.
 ``last_layer``: the target's last decoder layer (its last two), its final norm as the head's final
-norm, and an ``eh_proj`` that passes the hidden state through unchanged.
+norm, and an ``eh_proj`` that passes the hidden state through unchanged. Of EAGLE-3: an ``fc`` that
+passes the last residual stream through, attention that does not see the embedding yet, and
+``hidden_norm`` as the layer's first norm.
 A directory: the weights of a head of the same shape, which training goes on from.
+
+An ``lm_head`` of the head's own starts from the target's rows in the first two.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from mtp_train.config import HeadConfig
-from runtime.head_spec import HeadSpec, NormPlacement, layer_prefix, load_head
+from mtp_train.layer_ids import choose_layer_ids
+from runtime.head_spec import (
+    DRAFT_VOCAB_NAME,
+    DraftVocab,
+    HeadSpec,
+    NormPlacement,
+    layer_prefix,
+    load_head,
+)
 from runtime.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -25,12 +37,32 @@ logger = logging.getLogger(__name__)
 TensorReader = Callable[[str], torch.Tensor]
 
 
-def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str) -> HeadSpec:
-    """The spec of a head for ``target``; everything but the user's choices is the target's."""
+@dataclass(frozen=True)
+class OwnHead:
+    """What an ``lm_head`` of the head's own starts from: the target's rows ``[W, D]`` of ``ids_W``
+    (int64, ascending; ``None``: all of them).
+    """
+
+    ids_W: torch.Tensor | None
+    rows_WD: torch.Tensor
+
+
+def make_head_spec(
+    config: HeadConfig,
+    target: ModelConfig,
+    *,
+    fingerprint: str,
+    draft_vocab: DraftVocab | None = None,
+) -> HeadSpec:
+    """The spec of a head for ``target``; everything but the user's choices is the target's.
+
+    ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over.
+    """
     if target.attention_bias or target.mlp_bias:
         raise ValueError(
             f"head kind={config.kind}: targets with attention or MLP biases are not supported"
         )
+    layer_ids = choose_layer_ids(config, num_layers=target.num_layers)
     return HeadSpec(
         kind=config.kind,
         hidden_size=target.hidden_size,
@@ -50,6 +82,12 @@ def make_head_spec(config: HeadConfig, target: ModelConfig, *, fingerprint: str)
         projection_bias=config.projection_bias,
         norms=NormPlacement(**asdict(config.norms)),
         logits_from="pre_norm" if config.kind == "eagle" else "post_norm",
+        hidden_source="layers" if layer_ids else "g",
+        layer_ids=layer_ids,
+        fusion_norm=config.fusion_norm,
+        residual="normed" if config.norm_before_residual else "standard",
+        lm_head="own" if config.kind == "eagle3" else "target",
+        draft_vocab=draft_vocab,
     )
 
 
@@ -61,16 +99,25 @@ def initialise(
     initializer_range: float,
     num_target_layers: int,
     read_target: TensorReader,
+    own_head: OwnHead | None = None,
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
 
     ``read_target`` returns a tensor of the target's checkpoint by its Hugging Face name; it is only
-    called for ``last_layer``; the other ``method`` is ``random``. The values depend on ``seed`` and
-    the tensors' names alone.
+    called for ``last_layer``; the other ``method`` is ``random``. ``own_head`` is required where
+    the head has an ``lm_head`` of its own. The values depend on these, ``seed`` and the tensors'
+    names alone.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
+    if spec.lm_head == "own":
+        assert own_head is not None, "an lm_head of its own starts from the target's rows"
+        tensors["lm_head.weight"] = own_head.rows_WD.float().cpu().clone()
+        if own_head.ids_W is not None:
+            tensors[DRAFT_VOCAB_NAME] = own_head.ids_W
     for name, shape in sorted(spec.tensor_shapes().items()):
+        if name in tensors:
+            continue
         if len(shape) == 1:
             is_zero = spec.norm_form == "1+w" or name.endswith(".bias")
             tensors[name] = torch.full(shape, 0.0 if is_zero else 1.0)
@@ -105,7 +152,7 @@ def read_initial_head(path: Path, spec: HeadSpec) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"head.init={path}: the head there has {'; '.join(differing)}; set head.* to what it is"
         )
-    return {name: tensor.float() for name, tensor in tensors.items()}
+    return {n: t if n == DRAFT_VOCAB_NAME else t.float() for n, t in tensors.items()}
 
 
 def _copy_last_layer(
@@ -114,16 +161,24 @@ def _copy_last_layer(
     num_target_layers: int,
     read_target: TensorReader,
 ) -> None:
+    width = spec.hidden_size
     for index in range(spec.num_layers):
         own = layer_prefix(index)
         source = "model." + layer_prefix(num_target_layers - spec.num_layers + index)
         for name in tensors:
-            if name.startswith(own):
-                tensors[name] = read_target(source + name.removeprefix(own)).float().clone()
+            if not name.startswith(own) or name == own + "hidden_norm.weight":
+                continue
+            values = read_target(source + name.removeprefix(own)).float().clone()
+            if values.shape != tensors[name].shape:  # q, k, v of EAGLE-3 read the embedding too
+                values = torch.cat((torch.zeros_like(values), values), dim=1)
+            tensors[name] = values
     if spec.norms.final:
         tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
-    width = spec.hidden_size
-    identity = torch.eye(width)
-    zero = torch.zeros(width, width)
+    identity, zero = torch.eye(width), torch.zeros(width, width)
+    if spec.kind == "eagle3":
+        norm = tensors["layers.0.input_layernorm.weight"]
+        tensors["layers.0.hidden_norm.weight"] = norm.clone()
+        tensors["fc.weight"] = torch.cat([zero] * (len(spec.layer_ids) - 1) + [identity], dim=1)
+        return
     halves = (zero, identity) if spec.concat == "embedding_hidden" else (identity, zero)
     tensors["eh_proj.weight"] = torch.cat(halves, dim=1)

@@ -52,14 +52,13 @@ class RMSNorm(nn.Module):
 class _Attention(nn.Module):
     """The four projections. Rotation and softmax happen in :class:`MtpHead`."""
 
-    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: HeadSpec, dtype: torch.dtype, *, inputs: int) -> None:
         super().__init__()
-        width = spec.hidden_size
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(width, q_dim, bias=False, dtype=dtype)
-        self.k_proj = nn.Linear(width, kv_dim, bias=False, dtype=dtype)
-        self.v_proj = nn.Linear(width, kv_dim, bias=False, dtype=dtype)
-        self.o_proj = nn.Linear(q_dim, width, bias=False, dtype=dtype)
+        self.q_proj = nn.Linear(inputs, q_dim, bias=False, dtype=dtype)
+        self.k_proj = nn.Linear(inputs, kv_dim, bias=False, dtype=dtype)
+        self.v_proj = nn.Linear(inputs, kv_dim, bias=False, dtype=dtype)
+        self.o_proj = nn.Linear(q_dim, spec.hidden_size, bias=False, dtype=dtype)
 
 
 class _Mlp(nn.Module):
@@ -75,11 +74,15 @@ class _Mlp(nn.Module):
         return out
 
 
-class _DecoderLayer(nn.Module):
-    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+class DecoderLayer(nn.Module):
+    """Norms and linears under their checkpoint names; ``inputs``: columns that q, k and v read."""
+
+    def __init__(
+        self, spec: HeadSpec, dtype: torch.dtype, *, inputs: int, has_input_norm: bool
+    ) -> None:
         super().__init__()
-        self.input_layernorm = _norm(spec, spec.norms.input, dtype)
-        self.self_attn = _Attention(spec, dtype)
+        self.input_layernorm = _norm(spec, has_input_norm, dtype)
+        self.self_attn = _Attention(spec, dtype, inputs=inputs)
         self.post_attention_layernorm = _norm(spec, spec.norms.post_attention, dtype)
         self.mlp = _Mlp(spec, dtype)
 
@@ -92,7 +95,7 @@ def _norm(spec: HeadSpec, exists: bool, dtype: torch.dtype) -> nn.Module:
     )
 
 
-class _Cache:
+class Cache:
     """Keys and values of one layer: of every packed row, and of each row's own recycled steps."""
 
     k_SGC: torch.Tensor
@@ -124,19 +127,27 @@ class MtpHead(nn.Module):
         exchange: HeadExchange = ALONE,
     ) -> None:
         super().__init__()
-        if spec.draft_vocab is not None:
-            raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
         self.spec = spec
         self._attend = attention
         self._exchange = exchange
         self._is_checkpointed = activation_checkpointing
+        self._make_inputs(dtype)
+        self.norm = _norm(spec, spec.norms.final, dtype)
+
+    def _make_inputs(self, dtype: torch.dtype) -> None:
+        """Everything in front of the final norm."""
+        spec, width = self.spec, self.spec.hidden_size
+        if spec.draft_vocab is not None:
+            raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
         self.enorm = _norm(spec, spec.norms.enorm, dtype)
         self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
-        self.eh_proj = nn.Linear(
-            2 * spec.hidden_size, spec.hidden_size, bias=spec.projection_bias, dtype=dtype
+        self.eh_proj = nn.Linear(2 * width, width, bias=spec.projection_bias, dtype=dtype)
+        self.layers = nn.ModuleList(
+            [
+                DecoderLayer(spec, dtype, inputs=width, has_input_norm=spec.norms.input)
+                for _ in range(spec.num_layers)
+            ]
         )
-        self.layers = nn.ModuleList([_DecoderLayer(spec, dtype) for _ in range(spec.num_layers)])
-        self.norm = _norm(spec, spec.norms.final, dtype)
 
     def forward(
         self,
@@ -149,7 +160,7 @@ class MtpHead(nn.Module):
         With ``draft_lm_head_VD`` step ``k >= 1`` embeds the token that step ``k - 1`` would draft,
         as serving does, in place of the text's. Nothing else changes.
         """
-        caches = [_Cache() for _ in self.layers]
+        caches = [Cache() for _ in self.layers]
         recycled = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         states: list[torch.Tensor] = []
         for number, step in enumerate(batch.steps):
@@ -174,7 +185,7 @@ class MtpHead(nn.Module):
         return tuple(states)
 
     def _first_pass(
-        self, x_SD: torch.Tensor, batch: HeadBatch, caches: list[_Cache]
+        self, x_SD: torch.Tensor, batch: HeadBatch, caches: list[Cache]
     ) -> torch.Tensor:
         """Step 0. Every row has keys in every layer, so all rows go through all layers but the
         last, and the rows that are asked for through that one.
@@ -192,12 +203,12 @@ class MtpHead(nn.Module):
 
     def _block(
         self,
-        layer: _DecoderLayer,
+        layer: DecoderLayer,
         x_ND: torch.Tensor,
         normed_ND: torch.Tensor,
         positions_N: torch.Tensor,
         rows: HeadBatch | UnrollStep,
-        cache: _Cache,
+        cache: Cache,
     ) -> torch.Tensor:
         # arguments, not the cache: it has grown by the time the block is computed again
         keys_values = (cache.k_SGC, cache.v_SGC, cache.chain)
@@ -209,7 +220,7 @@ class MtpHead(nn.Module):
 
     def _compute_block(
         self,
-        layer: _DecoderLayer,
+        layer: DecoderLayer,
         x_ND: torch.Tensor,
         normed_ND: torch.Tensor,
         positions_N: torch.Tensor,
@@ -229,8 +240,8 @@ class MtpHead(nn.Module):
         return out
 
     @property
-    def _layers(self) -> Sequence[_DecoderLayer]:
-        return cast(Sequence[_DecoderLayer], self.layers)
+    def _layers(self) -> Sequence[DecoderLayer]:
+        return cast(Sequence[DecoderLayer], self.layers)
 
     def export_tensors(self) -> dict[str, torch.Tensor]:
         """Detached parameters under the names and shapes of ``spec.tensor_shapes()``."""
@@ -263,7 +274,7 @@ class MtpHead(nn.Module):
 
     def _keys_values(
         self,
-        layer: _DecoderLayer,
+        layer: DecoderLayer,
         normed_ND: torch.Tensor,
         positions_N: torch.Tensor,
         layout: RowLayout | None,

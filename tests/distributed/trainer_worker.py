@@ -30,7 +30,14 @@ from mtp_train.config import (
 )
 from mtp_train.distributed import TorchProcessGroup
 from mtp_train.train_loop import Trainer, TrainInputs
-from tests.unit.trainer.reference import random_embedding, random_head, random_sample, tiny_spec
+from runtime.head_spec import HeadSpec
+from tests.unit.trainer.reference import (
+    eagle3,
+    random_embedding,
+    random_head,
+    random_sample,
+    tiny_spec,
+)
 
 DEADLINE_S = 120
 
@@ -61,11 +68,16 @@ class Job:
     kill_after_s: float = 0.0
     kill_rank: int = 0
     num_samples: int = 13
+    is_eagle3: bool = False
+
+    @property
+    def spec(self) -> HeadSpec:
+        return tiny_spec(**eagle3(draft_vocab=12)) if self.is_eagle3 else tiny_spec()
 
 
 class TinyStore:
     def __init__(self, job: Job) -> None:
-        spec = tiny_spec()
+        spec = job.spec
         masks = ("answer", "spans", "none", "answer", "all")
         self.samples = [
             random_sample(spec, 6 + (i * 5) % 17, seed=100 + i, mask=masks[i % 5])
@@ -114,7 +126,7 @@ def hash_bytes(tensor: torch.Tensor) -> str:
 def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
     """Train one job in this process; the head's tensors come back as lists."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.dtype]
-    spec = tiny_spec()
+    spec = job.spec
     embedding = random_embedding(spec).to(dtype)
     lm_head = random_embedding(spec, seed=8).to(dtype)
     before = hash_bytes(embedding), hash_bytes(lm_head)

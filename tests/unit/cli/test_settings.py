@@ -14,7 +14,7 @@ from mtp_train import rules
 from mtp_train.app import CONF_DIR, dump_config
 from mtp_train.config import Config
 from mtp_train.settings import ConfigError, get_field, known_keys, load_config
-from runtime.head_spec import EAGLE_FIELDS
+from runtime.head_spec import EAGLE3_FIELDS, EAGLE_FIELDS
 
 MINIMAL: dict[str, Any] = {
     "run": {"name": "mine"},
@@ -182,6 +182,18 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
         ({"runtime.schedule": "draft_target"}, r"schedule=draft_target: name the model"),
         ({"head.init": "nowhere"}, r"head\.init='nowhere': must be random, last_layer or a head"),
         (
+            {"head.kind": "eagle3"},
+            r"head\.first_embedding_mask=true with head\.kind=eagle3: .* has false; .* head=eagle3",
+        ),
+        (
+            {"head.layer_ids": [2, 4]},
+            r"head\.layer_ids=\[2, 4\] with head\.kind=mtp: .*; choose head=eagle3",
+        ),
+        (
+            {"head.draft_vocab_size": 9},
+            r"head\.draft_vocab_size=9 with head\.kind=mtp: only the head of EAGLE-3",
+        ),
+        (
             {"head.kind": "eagle"},
             r"head\.recycle=post_norm with head\.kind=eagle: .* has pre_norm; .* head=eagle",
         ),
@@ -279,6 +291,32 @@ def test_the_eagle_group_is_what_the_contract_calls_eagle() -> None:
     assert dataclasses.asdict(config.head.norms) == vars(EAGLE_FIELDS["norms"])
     for field in ("concat", "recycle", "first_embedding_mask"):
         assert getattr(config.head, field) == EAGLE_FIELDS[field]
+
+
+def test_the_eagle3_group_is_what_the_contract_calls_eagle3() -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "eagle3.yaml").read_text())
+    config = load_config(_with(("head", raw), ("loss", {"hidden_weight": 0})))
+    assert dataclasses.asdict(config.head.norms) == vars(EAGLE3_FIELDS["norms"])
+    for field in ("concat", "first_embedding_mask", "projection_bias", "num_layers"):
+        assert getattr(config.head, field) == EAGLE3_FIELDS[field]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ({}, r"loss\.hidden_weight=0\.1, .* head\.kind=eagle3: .*; choose loss=eagle3"),
+        ({"hidden_weight": 0, "logit_weight": 0}, r"loss\."),
+        (
+            {"hidden_weight": 0, "sub_vocab_size": 9},
+            r"loss\.sub_vocab_size=9 .*head\.draft_vocab_size",
+        ),
+        ({"hidden_weight": 0, "vocab_chunk": 9}, r"loss\.vocab_chunk=9 .* lower loss\.row_chunk"),
+    ],
+)
+def test_a_head_with_its_own_lm_head_wants_its_own_loss(loss: dict[str, Any], message: str) -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "eagle3.yaml").read_text())
+    with pytest.raises(ConfigError, match=message):
+        load_config(_with(("head", raw), ("loss", loss)))
 
 
 _ABSENT = object()

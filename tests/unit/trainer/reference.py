@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mtp_train.heads.init import initialise
+from mtp_train.heads import build_training_head
+from mtp_train.heads.init import OwnHead, initialise
 from mtp_train.heads.mtp import MtpHead
-from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.head_spec import EAGLE3_FIELDS, DraftVocab, HeadSpec, RopeSpec, hash_vocab_ids
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class TinySample:
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden: torch.Tensor
+    layers: torch.Tensor | None = None
 
 
 def tiny_spec(**changes) -> HeadSpec:
@@ -38,7 +41,13 @@ def tiny_spec(**changes) -> HeadSpec:
 
 def random_head(spec: HeadSpec, seed: int = 0) -> MtpHead:
     """Weights large enough that every part of the head matters, norm weights away from one."""
-    head = MtpHead(spec)
+    head = build_training_head(spec, dtype=torch.float32)
+    own_head = None
+    if spec.lm_head == "own":
+        generator = torch.Generator().manual_seed(seed + 2)
+        rows_WD = 0.3 * torch.randn(spec.draft_vocab_size, spec.hidden_size, generator=generator)
+        ids_W = draft_ids(spec) if spec.draft_vocab else None
+        own_head = OwnHead(ids_W, rows_WD)
     tensors = initialise(
         spec,
         method="random",
@@ -46,13 +55,30 @@ def random_head(spec: HeadSpec, seed: int = 0) -> MtpHead:
         initializer_range=0.2,
         num_target_layers=1,
         read_target=lambda name: torch.empty(0),
+        own_head=own_head,
     )
     generator = torch.Generator().manual_seed(seed + 1)
     for name, tensor in tensors.items():
-        if tensor.dim() == 1:
+        if tensor.dim() == 1 and tensor.is_floating_point():
             tensors[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
     head.load_tensors(tensors)
     return head
+
+
+def draft_ids(spec: HeadSpec) -> torch.Tensor:
+    """Every third id, as many as the spec's draft vocabulary has."""
+    assert spec.draft_vocab is not None
+    return torch.arange(spec.draft_vocab.size) * 3
+
+
+def eagle3(draft_vocab: int = 0, **changes: Any) -> dict[str, Any]:
+    """Changes of :func:`tiny_spec` that make it a head of EAGLE-3 over two residual streams."""
+    vocab = None
+    if draft_vocab:
+        ids_W = torch.arange(draft_vocab) * 3
+        vocab = DraftVocab(draft_vocab, 0.5, hash_vocab_ids(ids_W))
+    fields = {"layer_ids": (1, 3), "recycle": "pre_norm", "draft_vocab": vocab}
+    return {"kind": "eagle3", **EAGLE3_FIELDS, **fields, **changes}
 
 
 def random_embedding(spec: HeadSpec, seed: int = 7) -> torch.Tensor:
@@ -73,6 +99,7 @@ def random_sample(spec: HeadSpec, length: int, seed: int, mask: str = "answer") 
         torch.randint(spec.vocab_size, (length,), generator=generator),
         masks[mask],
         torch.randn(length, spec.hidden_size, generator=generator),
+        torch.randn(length, spec.input_size, generator=generator) if spec.reads_layers else None,
     )
 
 
@@ -98,10 +125,19 @@ class StepwiseHead:
             out[:, j + half] = b * angle.cos() + a * angle.sin()
         return out
 
-    def row(self, hidden, token, position, cache):
+    def row(self, hidden, token, position, cache, *, is_recycled=False):
         """Append this row's K/V to ``cache`` and return (state for logits, recycled state)."""
         spec, w = self.spec, self.w
         e = self.embedding[token]
+        if spec.kind == "eagle3":
+            x = hidden if is_recycled else self.fuse(hidden)
+            e = self.norm(e, "layers.0.input_layernorm.weight")
+            h = self.norm(x, "layers.0.hidden_norm.weight")
+            x = h if spec.residual == "normed" else x
+            inputs = torch.cat((e, h))
+            x = self.layer(x, "layers.0.", position, cache.setdefault(0, []), inputs=inputs)
+            final = self.norm(x, "norm.weight")
+            return final, final if spec.recycle == "post_norm" else x
         if spec.first_embedding_mask and position == 0:
             e = torch.zeros_like(e)
         parts = [self.norm(e, "enorm.weight"), self.norm(hidden, "hnorm.weight")]
@@ -114,9 +150,19 @@ class StepwiseHead:
         state = final if spec.logits_from == "post_norm" else x
         return state, final if spec.recycle == "post_norm" else x
 
-    def layer(self, x, layer, position, cache):
+    def fuse(self, streams):
+        width = self.spec.hidden_size
+        parts = [streams[i : i + width] for i in range(0, len(streams), width)]
+        if self.spec.fusion_norm == "each":
+            parts = [self.norm(p, f"fc_norm.{i}.weight") for i, p in enumerate(parts)]
+        joined = torch.cat(parts)
+        if self.spec.fusion_norm == "joined":
+            joined = self.norm(joined, "input_norm.weight")
+        return self.w["fc.weight"] @ joined
+
+    def layer(self, x, layer, position, cache, *, inputs=None):
         spec, w = self.spec, self.w
-        a = self.norm(x, layer + "input_layernorm.weight")
+        a = self.norm(x, layer + "input_layernorm.weight") if inputs is None else inputs
         heads = {
             n: (w[f"{layer}self_attn.{n}_proj.weight"] @ a).view(-1, spec.head_dim) for n in "qkv"
         }
@@ -140,12 +186,13 @@ class StepwiseHead:
         """States of ``num_steps`` chained steps from ``start``: a cache of rows ``<= start``, then
         recycled rows on top of it."""
         cache: dict = {}
+        read = sample.layers if self.spec.reads_layers else sample.hidden
         for i in range(start + 1):
-            state, recycled = self.row(sample.hidden[i], sample.input_ids[i + 1], i, cache)
+            state, recycled = self.row(read[i], sample.input_ids[i + 1], i, cache)
         states = [state]
         for k in range(1, num_steps):
             token = sample.input_ids[start + 1 + k]
-            state, recycled = self.row(recycled, token, start + k, cache)
+            state, recycled = self.row(recycled, token, start + k, cache, is_recycled=True)
             states.append(state)
         return states
 

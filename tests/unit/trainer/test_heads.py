@@ -15,6 +15,7 @@ from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, RopeSpec, Y
 from runtime.layers import RotaryEmbedding
 from tests.unit.trainer.reference import (
     StepwiseHead,
+    eagle3,
     random_embedding,
     random_head,
     random_sample,
@@ -41,6 +42,9 @@ SPECS = {
     },
     "bias": {"projection_bias": True},
     "two layers": {"num_layers": 2},
+    "eagle3": eagle3(),
+    "eagle3, every variant": eagle3(12, fusion_norm="each", residual="normed", recycle="post_norm"),
+    "eagle3, norm of all streams": eagle3(fusion_norm="joined"),
     "eagle": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
 }
 
@@ -50,7 +54,7 @@ def test_packed_unroll_equals_stepwise_decode_with_a_cache(changes):
     spec = tiny_spec(**changes)
     head, embedding = random_head(spec), random_embedding(spec)
     samples = [random_sample(spec, n, seed=n) for n in (9, 2, 14)]
-    batch = pack(samples, num_steps=3, every_row=True)
+    batch = pack(samples, num_steps=3, every_row=True, of_layers=spec.reads_layers)
     states = head(batch, embedding)
     reference = StepwiseHead(spec, head.export_tensors(), embedding)
     compared = 0
