@@ -188,6 +188,11 @@ def check_config(found: Mapping[str, Any], expected: Mapping[str, Any], *, sourc
 
 def refuse_uncarried(spec: HeadSpec, *, drop_draft_vocab: bool) -> None:
     """Raise ``ValueError`` naming the field of the head that this layout cannot carry."""
+    if spec.kind == "eagle3":
+        raise ValueError(
+            "head kind=eagle3: the mimo layout has no place for residual streams of the target, "
+            "nor for an lm_head of the head's own"
+        )
     for name, is_present in vars(spec.norms).items():
         if not is_present:
             raise ValueError(f"head norms.{name}=false: the mimo layout has all five norms")

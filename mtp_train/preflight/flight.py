@@ -232,16 +232,19 @@ class Preflight:
             raise ValueError("no answer has the two tokens that a drafted one needs before it")
         right = total = 0
         head = subject.training_head(dtype)
-        embedding_VD, lm_head_VD = subject.embedding(dtype), subject.lm_head(dtype)
+        embedding_VD, lm_head_WD = subject.embedding(dtype), subject.draft_lm_head(dtype)
         for sample, own in pairs:
             hidden = sample.hidden.to(subject.device, dtype)
+            layers = None
+            if subject.spec.reads_layers and sample.layers is not None:
+                layers = sample.layers.to(subject.device, dtype)
             (drafts_S1,) = training_drafts(
                 head,
-                [HiddenSequence(sample.input_ids, hidden)],
+                [HiddenSequence(sample.input_ids, hidden, layers)],
                 [own],
                 num_steps=1,
                 embedding_VD=embedding_VD,
-                lm_head_VD=lm_head_VD,
+                lm_head_WD=lm_head_WD,
                 draft_columns=subject.draft_columns(),
             )
             labels_S = sample.input_ids[torch.tensor(own) + 2]

@@ -37,7 +37,7 @@ class ForcedDraft(DraftModel):
         self.device, self.dtype = head.device, head.dtype
         self.vocab_size, self.draft_vocab_size = head.vocab_size, head.draft_vocab_size
         self.draft_vocab_ids = head.draft_vocab_ids
-        self.width = head.width + _EXTRA
+        self.width, self.layer_ids = head.width + _EXTRA, head.layer_ids
         self.engine: Engine | None = None  # set once the engine exists
         self._head = head
         self._answers = answers
@@ -53,8 +53,11 @@ class ForcedDraft(DraftModel):
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         self._learn_owners()
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
-        inner = replace(batch, hidden_ND=batch.hidden_ND[:, : self._head.width])
-        state_ND = self._head.forward(inner, table, pool)
+        if batch.hidden_ND.shape[1] == self.width:  # its own, not the target's
+            own_ND = batch.hidden_ND[:, : self._head.width]
+            state_ND = self._head.forward(replace(batch, hidden_ND=own_ND), table, pool)
+        else:
+            state_ND = self._head.forward(batch, table, pool)
         owners = [
             row
             for row, count in zip(batch.table_rows, batch.q_lens, strict=True)

@@ -18,7 +18,8 @@ import torch
 
 from mtp_train.config import Config, LossConfig
 from mtp_train.distributed import ProcessGroup
-from mtp_train.losses import head_loss, loss_weight
+from mtp_train.draft_loss import DraftTarget, draft_head_loss
+from mtp_train.losses import head_loss, loss_weight, target_log_normaliser
 from mtp_train.packing import pack
 from mtp_train.validate.measure import decode_waves, fit_engine, make_requests
 from runtime.config import EngineConfig
@@ -196,6 +197,7 @@ class _RuntimeSample:
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden: torch.Tensor = field(repr=False)
+    layers: torch.Tensor | None = field(default=None, repr=False)
 
 
 @torch.inference_mode()
@@ -211,7 +213,8 @@ def validation_loss_sums(
     """``[total, hidden, logit, weight]`` of the trainer's first-step loss, from runtime states.
 
     Target and head states come out of ``Engine.forward_draft``; the alignment of states and labels
-    is the trainer's own packing. Always over the full vocabulary, also when training uses part.
+    is the trainer's own packing. Always over the full vocabulary, also when training uses part; of
+    a head with an ``lm_head`` of its own over what it drafts from.
     """
     config = fit_engine(
         engine_config,
@@ -237,12 +240,26 @@ def _row_loss(
     lm_head_VD: torch.Tensor,
 ) -> tuple[float, float, float, float]:
     assert states.draft_TD is not None, "forward_draft returns the head's states"
+    spec, device, dtype = head.spec, states.hidden_TD.device, states.hidden_TD.dtype
     sample = _RuntimeSample(
-        torch.tensor(states.token_ids), torch.tensor(row.loss_mask), states.hidden_TD.cpu()
+        torch.tensor(states.token_ids),
+        torch.tensor(row.loss_mask),
+        states.hidden_TD.cpu(),
+        None if states.layers_TE is None else states.layers_TE.cpu(),
     )
-    batch = pack([sample], num_steps=1).to(states.hidden_TD.device, states.hidden_TD.dtype)
+    lse = None
+    if spec.draft_vocab is not None:
+        lse_T = target_log_normaliser(states.hidden_TD, lm_head_VD, row_chunk=loss.row_chunk)
+        lse = [lse_T.cpu()]
+    batch = pack([sample], num_steps=1, target_lse=lse, of_layers=spec.reads_layers)
+    batch = batch.to(device, dtype)
     head_ND = head.state_for_logits(states.draft_TD)[batch.steps[0].rows_N]
-    parts = head_loss([head_ND], batch, lm_head_VD, config=loss)
+    if spec.lm_head == "own":
+        target = DraftTarget.of(lm_head_VD, head.draft_vocab_ids)
+        own_WD = head.lm_head.dense_weight()
+        parts = draft_head_loss([head_ND], batch, own_WD, target, config=loss)
+    else:
+        parts = head_loss([head_ND], batch, lm_head_VD, config=loss)
     weight = loss_weight(batch.num_active, step_decay=loss.step_decay)
     return float(parts.total), float(parts.hidden), float(parts.logit), weight
 

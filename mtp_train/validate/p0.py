@@ -23,6 +23,7 @@ from mtp_train.features.p0 import (
     P0Check,
     spread_by_length,
 )
+from mtp_train.features.p0_layers import NEIGHBOUR_SHARE, row_errors
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.shards import FeatureSample
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
@@ -74,7 +75,12 @@ def check(
         figures |= more
         failures += failed
     store_figures, failed = _check_stores(
-        subject, stores, token_rows, max_kl=max_kl, num_samples=samples_per_store
+        subject,
+        stores,
+        token_rows,
+        max_kl=max_kl,
+        num_samples=samples_per_store,
+        neighbours={k: figures[f"float32_S_{k}"]["neighbour"] for k in subject.spec.layer_ids},
     )
     figures |= store_figures
     failures += failed
@@ -98,7 +104,7 @@ def _check_paths(
     max_kl: float,
     num_rows: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    model = subject.target(dtype).model
+    model = subject.feature_model(dtype)
     longest = max(len(sequence) for sequence in sequences)
     source = RuntimeSource(model, max_batch_tokens=_BATCH_TOKENS, max_len=longest)
     samples = [
@@ -107,6 +113,7 @@ def _check_paths(
             torch.tensor(states.token_ids),
             torch.ones(len(states.token_ids), dtype=torch.bool),
             states.hidden_TD,
+            states.layers_TE,
         )
         for states in source.hidden(sequences)
     ]
@@ -119,6 +126,7 @@ def _check_paths(
         num_rows=num_rows,
         max_logprob_gap=max_logprob_gap,
         max_kl=max_kl,
+        layer_ids=model.layer_ids,
     )
     measured = check.measure(samples)
     failures = [f"{dtype_name(dtype)}: {text}" for text in check.failures(measured)]
@@ -132,6 +140,12 @@ def _check_paths(
         }
         for item in measured.comparisons
     }
+    for layer in measured.layers:
+        figures[f"{dtype_name(dtype)}_S_{layer.layer_id}"] = {
+            "max_error": layer.max_error,
+            "mean_error": layer.mean_error,
+            "neighbour": layer.neighbour,
+        }
     figures[f"{dtype_name(dtype)}_rows"] = {"count": measured.num_rows}
     return figures, failures
 
@@ -143,6 +157,7 @@ def _check_stores(
     *,
     max_kl: float,
     num_samples: int,
+    neighbours: Mapping[int, float],
 ) -> tuple[dict[str, Any], list[str]]:
     figures: dict[str, Any] = {}
     failures: list[str] = []
@@ -155,7 +170,21 @@ def _check_stores(
         if not samples:
             failures.append(f"{store.path}: no sample of two tokens or more")
             continue
-        kl = _stored_kl(subject, samples)
+        kl, layer_errors = _stored_errors(subject, samples)
+        for k, error in layer_errors.items():
+            figures[f"{name}_S_{k}"] = {"mean_error": error}
+            bound = NEIGHBOUR_SHARE * neighbours[k]
+            if not error <= bound:
+                failures.append(
+                    f"{store.path}: stored S_{k} is off by {error:.3g} of its length, allowed "
+                    f"{bound:.3g}"
+                )
+        if subject.spec.layer_ids != store.manifest.fingerprint.layer_ids[: len(layer_errors)]:
+            failures.append(
+                f"{store.path}: holds residual streams "
+                f"{list(store.manifest.fingerprint.layer_ids)}, the head reads "
+                f"{list(subject.spec.layer_ids)}"
+            )
         wrong = [s.sample_id for s in samples if not _holds_its_tokens(s, token_rows)]
         figures[name] = {
             "samples": len(samples),
@@ -184,14 +213,19 @@ def _holds_its_tokens(
 
 
 @torch.inference_mode()
-def _stored_kl(subject: Subject, samples: Sequence[FeatureSample]) -> float:
-    """Mean KL(recomputed || stored) over all rows, nats; log-probabilities in fp32."""
-    model = subject.target(subject.runtime_dtype).model
+def _stored_errors(
+    subject: Subject, samples: Sequence[FeatureSample]
+) -> tuple[float, dict[int, float]]:
+    """Mean KL(recomputed || stored) over all rows, nats, log-probabilities in fp32; and the mean
+    relative error of each residual stream that the head reads.
+    """
+    model = subject.feature_model(subject.runtime_dtype)
     sequences = [sample.input_ids.tolist() for sample in samples]
     source = RuntimeSource(
         model, max_batch_tokens=_BATCH_TOKENS, max_len=max(len(ids) for ids in sequences)
     )
     total, rows = 0.0, 0
+    errors: dict[int, list[torch.Tensor]] = {k: [] for k in model.layer_ids}
     for states in source.hidden(sequences):
         sample = samples[int(states.key)]
         stored_TD = sample.hidden[: len(states.hidden_TD)].to(model.device, model.dtype)
@@ -205,4 +239,11 @@ def _stored_kl(subject: Subject, samples: Sequence[FeatureSample]) -> float:
             q_MV = source.logits(stored).log_softmax(-1)
             total += float((p_MV.exp() * (p_MV - q_MV)).sum())
             rows += len(fresh)
-    return total / max(rows, 1)
+        if sample.layers is None or states.layers_TE is None:
+            continue
+        fresh_layers = states.layers_TE[: len(sample.layers)].split(model.width, 1)
+        stored_layers = sample.layers.to(model.device).split(model.width, 1)
+        for k, fresh, stored in zip(model.layer_ids, fresh_layers, stored_layers, strict=False):
+            errors[k].append(row_errors(stored, fresh).cpu())
+    means = {k: float(torch.cat(parts).mean()) for k, parts in errors.items() if parts}
+    return total / max(rows, 1), means

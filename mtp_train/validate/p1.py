@@ -14,7 +14,7 @@ import torch
 
 from mtp_train.validate.measure import fit_engine
 from mtp_train.validate.report import RungResult
-from mtp_train.validate.subject import Subject, dtype_name, relative_error
+from mtp_train.validate.subject import Subject, dtype_name, relative_error, whole_rows
 from runtime.config import EngineConfig
 
 FP32_BOUND = 1e-4
@@ -77,7 +77,9 @@ def _states(
     sequences: Sequence[Sequence[int]],
     variant: Variant,
 ) -> list[torch.Tensor]:
-    """Per sequence ``[T, D]`` as the feature path computes them under ``variant``."""
+    """Per sequence ``[T, D]`` as the feature path computes them under ``variant``, and beside
+    them whatever else of the target the head reads.
+    """
     order = list(range(len(sequences)))
     if variant.reverse:
         order.reverse()
@@ -99,7 +101,7 @@ def _states(
     }
     for index, sequence in enumerate(sequences):
         assert rows[index].token_ids == tuple(sequence), "the states are of other tokens"
-    return [rows[index].hidden_TD.clone() for index in range(len(sequences))]
+    return [whole_rows(rows[index]) for index in range(len(sequences))]
 
 
 def _paged(config: EngineConfig, page_size: int) -> EngineConfig:

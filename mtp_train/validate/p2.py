@@ -76,12 +76,15 @@ def hidden_sequences(
         max_running=subject.engine_config.max_running,
     )
     engine = subject.engine(dtype, config, with_head=False)
-    states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
+    states = {int(rows.key): rows for rows in engine.forward_hidden(sequences)}
     # Cloned: the runtime's tensors are inference tensors, which autograd code may not read.
-    return [
-        HiddenSequence(torch.tensor(list(sequence)), states[index].clone())
-        for index, sequence in enumerate(sequences)
-    ]
+    hidden = []
+    for index, sequence in enumerate(sequences):
+        rows = states[index]
+        layers_TE = None if rows.layers_TE is None else rows.layers_TE.clone()
+        ids = torch.tensor(list(sequence))
+        hidden.append(HiddenSequence(ids, rows.hidden_TD.clone(), layers_TE))
+    return hidden
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -96,17 +99,16 @@ def _training_chains(
     subject: Subject, sequences: Sequence[HiddenSequence], dtype: torch.dtype, k: int
 ) -> list[list[ChainStep]]:
     """Per sequence, every start's states and logits of the training forward."""
-    embedding_VD, lm_head_VD = subject.embedding(dtype), subject.lm_head(dtype)
-    columns = subject.draft_columns()
-    if columns is not None:
-        lm_head_VD = lm_head_VD[columns]
-    batch = pack(sequences, num_steps=k, every_row=True).to(subject.device, dtype)
+    embedding_VD, lm_head_WD = subject.embedding(dtype), subject.draft_lm_head(dtype)
+    of_layers = subject.spec.reads_layers
+    batch = pack(sequences, num_steps=k, every_row=True, of_layers=of_layers)
+    batch = batch.to(subject.device, dtype)
     states = subject.training_head(dtype)(batch, embedding_VD)
     chains: list[list[ChainStep]] = [[] for _ in sequences]
     for step, state_ND in enumerate(states):
         counts = [len(sequence.input_ids) - 1 - step for sequence in sequences]
         for chain, own_SD in zip(chains, state_ND.split(counts), strict=True):
-            chain.append(ChainStep(own_SD, own_SD @ lm_head_VD.t()))
+            chain.append(ChainStep(own_SD, own_SD @ lm_head_WD.t()))
     return chains
 
 

@@ -89,7 +89,7 @@ def replay_generations(
         hidden,
         k=k,
         embedding_VD=subject.embedding(dtype),
-        lm_head_VD=subject.lm_head(dtype),
+        lm_head_WD=subject.draft_lm_head(dtype),
         draft_columns=subject.draft_columns(),
     )
 

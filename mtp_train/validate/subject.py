@@ -19,10 +19,12 @@ from mtp_train.validate.in_training import lm_head_weight
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.files import sha256_file
-from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
+from runtime.head_spec import CONFIG_NAME, DRAFT_VOCAB_NAME, WEIGHTS_NAME, HeadSpec
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
+from runtime.models.llama import LlamaModel
 from runtime.models.loader import Target, load_target
+from runtime.request import HiddenRows
 
 
 @dataclass
@@ -84,11 +86,14 @@ class Subject:
     def training_head(self, dtype: torch.dtype) -> TrainingHead:
         """The differentiable twin with the exported weights.
 
-        It knows no draft vocabulary: callers restrict its logits with :meth:`draft_columns`.
+        What its states are multiplied with is :meth:`draft_lm_head`.
         """
-        spec = replace(self.spec, draft_vocab=None)
+        spec, tensors = self.spec, self.tensors
+        if spec.lm_head == "target":  # it knows no draft vocabulary
+            spec = replace(spec, draft_vocab=None)
+            tensors = {n: t for n, t in tensors.items() if n != DRAFT_VOCAB_NAME}
         head = build_training_head(spec, dtype=dtype).to(self.device)
-        head.load_tensors({n: t for n, t in self.tensors.items() if n != "draft_vocab_ids"})
+        head.load_tensors(tensors)
         return head.eval()
 
     def with_head(self, head_path: Path) -> Subject:
@@ -103,14 +108,27 @@ class Subject:
         """``[V, D]``; a copy where the runtime has packed an untied head."""
         return lm_head_weight(self.target(dtype).model)
 
+    def draft_lm_head(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[W, D]``: the head's own, or the target's rows of :meth:`draft_columns`."""
+        if self.spec.lm_head == "own":
+            return self.tensors["lm_head.weight"].to(self.device, dtype)
+        lm_head_VD, columns = self.lm_head(dtype), self.draft_columns()
+        return lm_head_VD if columns is None else lm_head_VD[columns.to(lm_head_VD.device)]
+
     def draft_columns(self) -> torch.Tensor | None:
         """Target ids the draft can propose, int64; ``None`` for the whole vocabulary."""
-        return self.tensors.get("draft_vocab_ids")
+        return self.tensors.get(DRAFT_VOCAB_NAME)
+
+    def feature_model(self, dtype: torch.dtype) -> LlamaModel:
+        """The target, giving the residual streams that the head reads."""
+        model, layer_ids = self.target(dtype).model, self.spec.layer_ids
+        return model.tapped(layer_ids) if layer_ids else model
 
     def engine(self, dtype: torch.dtype, config: EngineConfig, *, with_head: bool) -> Engine:
+        """An engine over :meth:`feature_model`."""
         target = self.target(dtype)
         return Engine(
-            target.model,
+            self.feature_model(dtype),
             config=config,
             eos_token_ids=target.eos_token_ids,
             draft=self.head(dtype) if with_head else None,
@@ -145,6 +163,13 @@ def open_subject(config: Config, head_path: Path, *, device: torch.device) -> Su
 def hash_head(path: Path) -> dict[str, str]:
     """sha256 (hex) of a head directory's files, by name."""
     return {name: sha256_file(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+
+
+def whole_rows(rows: HiddenRows) -> torch.Tensor:
+    """The target's rows as it gave them: ``g`` and the residual streams behind it; a copy."""
+    if rows.layers_TE is None:
+        return rows.hidden_TD.clone()
+    return torch.cat((rows.hidden_TD, rows.layers_TE), 1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

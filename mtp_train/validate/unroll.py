@@ -4,7 +4,7 @@ Start ``i`` of a sequence takes ``g_i`` and ``t_{i+1}``; chained step ``k`` take
 recycled state and one more token at position ``i + k``.
 
 Shape legend: T tokens of one sequence, S starts of one sequence, N starts of a pack, K steps,
-D model width, V vocabulary.
+D model width, E columns of residual streams, V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from mtp_train.attention import cut_queries
 from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.own_tokens import own_tokens
-from mtp_train.packing import HeadBatch, UnrollStep
+from mtp_train.packing import HeadBatch, UnrollStep, read_rows
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.kv_cache import SlotTable
 from runtime.models.heads.mtp import MtpHead
@@ -31,6 +31,12 @@ class HiddenSequence:
 
     input_ids: torch.Tensor  # int64 [T], host
     hidden: torch.Tensor = field(repr=False)
+    layers: torch.Tensor | None = field(default=None, repr=False)  # [T, E], where the head reads it
+
+    @property
+    def target_rows(self) -> torch.Tensor:
+        """As the target gives them: ``g``, and the residual streams behind it."""
+        return self.hidden if self.layers is None else torch.cat((self.hidden, self.layers), 1)
 
     @property
     def loss_mask(self) -> torch.Tensor:
@@ -55,7 +61,7 @@ def runtime_chain(
     All rows are prefilled once, then starts are taken from the last to the first: a chain writes
     behind its own start only, and the rows that it overwrites are needed by later starts alone.
     """
-    ids, hidden_TD = sequence.input_ids, sequence.hidden.to(head.device)
+    ids, hidden_TD = sequence.input_ids, sequence.target_rows.to(head.device)
     num_rows = len(ids) - 1
     pages = -(-(num_rows + num_steps) // _PAGE_SIZE)
     table = SlotTable(num_rows=1, max_len=pages * _PAGE_SIZE, page_size=_PAGE_SIZE, num_pages=pages)
@@ -101,12 +107,14 @@ def training_drafts(
     *,
     num_steps: int,
     embedding_VD: torch.Tensor,
-    lm_head_VD: torch.Tensor,
+    lm_head_WD: torch.Tensor,
     draft_columns: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Arg-maxed drafts of the training forward, int64 ``[S, K]`` (host) per sequence.
 
-    Step ``k >= 1`` is fed what step ``k - 1`` drafted. The sequences are packed into one forward.
+    ``lm_head_WD`` is what the head drafts with (:meth:`Subject.draft_lm_head`), its row j token
+    ``draft_columns[j]``. Step ``k >= 1`` is fed what step ``k - 1`` drafted. The sequences
+    are packed into one forward.
     """
     fed_kN = [
         torch.cat(
@@ -119,20 +127,17 @@ def training_drafts(
     for step in range(num_steps):
         batch = chain_batch(sequences, starts, fed_kN)
         states = head(batch.to(embedding_VD.device, embedding_VD.dtype), embedding_VD)
-        fed_kN.append(argmax_tokens(states[step], lm_head_VD, draft_columns).cpu())
+        fed_kN.append(argmax_tokens(states[step], lm_head_WD, draft_columns).cpu())
     drafts_NK = torch.stack(fed_kN[1:], 1)
     return list(drafts_NK.split([len(own) for own in starts]))
 
 
 def argmax_tokens(
-    states_ND: torch.Tensor, lm_head_VD: torch.Tensor, draft_columns: torch.Tensor | None
+    states_ND: torch.Tensor, lm_head_WD: torch.Tensor, draft_columns: torch.Tensor | None
 ) -> torch.Tensor:
     """Target ids, int64 ``[N]``, of the largest logits (in ``lm_head``'s dtype)."""
-    if draft_columns is not None:
-        draft_columns = draft_columns.to(lm_head_VD.device)
-        lm_head_VD = lm_head_VD[draft_columns]
-    best_N = own_tokens(states_ND, lm_head_VD)
-    return best_N if draft_columns is None else draft_columns[best_N]
+    best_N = own_tokens(states_ND, lm_head_WD)
+    return best_N if draft_columns is None else draft_columns.to(best_N.device)[best_N]
 
 
 def chain_batch(
@@ -146,14 +151,15 @@ def chain_batch(
     hidden, next_ids, positions, rows, borders = [], [], [], [], [0]
     for sequence, own in zip(sequences, starts, strict=True):
         num_rows = max(own, default=-1) + 1
-        hidden.append(sequence.hidden[:num_rows])
+        read_TE = read_rows(sequence, of_layers=sequence.layers is not None)
+        hidden.append(read_TE[:num_rows])
         next_ids.append(sequence.input_ids[1 : num_rows + 1])
         positions.append(torch.arange(num_rows))
         rows.append(torch.tensor(list(own), dtype=torch.int64) + borders[-1])
         borders.append(borders[-1] + num_rows)
     rows_N = torch.cat(rows)
     none = torch.empty(0, dtype=torch.int64)
-    no_target = hidden[0].new_empty(0, hidden[0].shape[1])
+    no_target = hidden[0].new_empty(0, sequences[0].hidden.shape[1])
     own_N = torch.arange(len(rows_N))
     blocks = cut_queries(rows_N, tuple(borders))
     steps = tuple(

@@ -15,7 +15,7 @@ from data_prep.ids import hash_token_ids
 from mtp_train.features.manifest import Fingerprint
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.shards import FeatureSample
-from mtp_train.features.sources import RuntimeSource
+from mtp_train.features.sources import HuggingFaceSource, RuntimeSource
 from mtp_train.features.writer import FeatureWriter, finish_store, recover_store
 from mtp_train.validate import p0, p1, p2, p3, p4, rejection
 from mtp_train.validate.report import RungResult
@@ -32,7 +32,13 @@ from runtime.request import HiddenRows
 from runtime.sampling import Stream
 from runtime.spec import base, draw, mtp
 from runtime.spec.mtp import MtpSchedule
-from tests.unit.runtime.engine_fixtures import VOCAB, head_spec, random_head_tensors, tiny_target
+from tests.unit.runtime.engine_fixtures import (
+    EAGLE3,
+    VOCAB,
+    head_spec,
+    random_head_tensors,
+    tiny_target,
+)
 from tests.unit.runtime.test_spec import MUTANTS as SCHEDULE_MUTANTS
 from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
 
@@ -40,6 +46,7 @@ SEQUENCES = make_prompts((40, 9, 61, 23))
 PROMPTS = make_prompts()
 SMALL_P4 = p4.P4Sizes(max_tokens=24, state_requests=3, state_tokens=12, triples=4000)
 K = 2
+DRAFT_IDS = torch.tensor([0, 2, 3, 4, 6, 7, 9, 10])
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -259,6 +266,20 @@ def tied_head(head: MtpHead) -> None:
     head.lm_head = PlainLinear(head._target.embedding_VD)
 
 
+def reads_g(head: MtpHead) -> None:
+    """``g`` where the residual stream belongs."""
+    forward = head.forward
+
+    def other(batch: ForwardBatch, *args: Any) -> torch.Tensor:
+        rows_NE = batch.hidden_ND
+        assert rows_NE is not None
+        if rows_NE.shape[1] > head.width:
+            rows_NE = rows_NE.roll(head.width, 1)
+        return forward(replace(batch, hidden_ND=rows_NE), *args)
+
+    head.forward = other  # type: ignore[method-assign]
+
+
 def hidden_of_the_row_before(head: MtpHead) -> None:
     forward = head.forward
 
@@ -324,12 +345,62 @@ def test_a_head_of_two_layers_is_green(tmp_path: Path) -> None:
     assert not p2.check(subject, SEQUENCES, k=3).passed
 
 
-def with_head(tmp_path: Path, **changes: Any) -> MisreadSubject:
-    """A subject whose head is another than the usual one."""
+@pytest.mark.parametrize("draft_vocab", [False, True])
+def test_an_eagle3_head_is_green(tmp_path: Path, draft_vocab: bool) -> None:
+    subject = with_head(tmp_path, DRAFT_IDS if draft_vocab else None, **EAGLE3)
+    assert climb_p0(subject).passed
+    assert p1.check(subject, SEQUENCES).passed
+    assert p2.check(subject, SEQUENCES, k=3).passed
+    assert climb_p3(subject).passed
+    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
+
+
+EAGLE3_MUTANTS: dict[str, dict[str, Any]] = {
+    "residual": {"overrides": (("residual", "normed"),)},
+    "recycle_rule": {"overrides": (("recycle", "post_norm"),)},
+    "eps": {"overrides": (("norm_eps", 1e-3),)},
+    "stale_position": {"change": chained_steps_keep_their_position},
+    "wrong_embedding": {"change": wrong_embedding},
+    "target's head": {"change": tied_head},
+    "shifted_hidden": {"change": hidden_of_the_row_before},
+    "stream_of_g": {"change": reads_g},
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3_MUTANTS)
+def test_p2_sees_an_eagle3_head_that_is_read_differently(tmp_path: Path, name: str) -> None:
+    subject = with_head(tmp_path, None, **EAGLE3)
+    for field_name, value in EAGLE3_MUTANTS[name].items():
+        setattr(subject, field_name, value)
+    assert not p2.check(subject, SEQUENCES, k=3).passed
+
+
+def test_p0_sees_a_stream_one_layer_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = with_head(tmp_path, None, **EAGLE3)
+    hidden_states = HuggingFaceSource.residuals
+
+    def off(source: HuggingFaceSource, ids: Any, layer_ids: Any) -> list[torch.Tensor]:
+        return hidden_states(source, ids, [k - 1 if k == 1 else k for k in layer_ids])
+
+    monkeypatch.setattr(HuggingFaceSource, "residuals", off)
+    result = climb_p0(subject)
+    assert not result.passed
+    assert "S_1 differs from huggingface" in result.note
+
+
+def with_head(
+    tmp_path: Path, draft_ids: torch.Tensor | None = None, /, **changes: Any
+) -> MisreadSubject:
+    """A subject whose head is another than the usual one, drafting from ``draft_ids``."""
     subject = make_subject(tmp_path, kind=MisreadSubject)
     assert isinstance(subject, MisreadSubject)
+    more = {}
+    if draft_ids is not None:
+        size, sha256 = len(draft_ids), hash_vocab_ids(draft_ids)
+        changes["draft_vocab"] = DraftVocab(size=size, coverage=0.5, ids_sha256=sha256)
+        more["draft_vocab_ids"] = draft_ids
     spec = replace(subject.spec, **changes)
-    save_head(tmp_path / "other", spec, random_head_tensors(spec))
+    save_head(tmp_path / "other", spec, random_head_tensors(spec) | more)
     return replace(subject, head_path=tmp_path / "other", _contract=None, _heads={})
 
 
