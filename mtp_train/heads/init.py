@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from mtp_train.config import HeadConfig
-from mtp_train.layer_ids import choose_layer_ids
+from mtp_train.layer_ids import source_fields
 from runtime.head_spec import (
     DRAFT_VOCAB_NAME,
     DraftVocab,
@@ -62,7 +62,6 @@ def make_head_spec(
         raise ValueError(
             f"head kind={config.kind}: targets with attention or MLP biases are not supported"
         )
-    layer_ids = choose_layer_ids(config, num_layers=target.num_layers)
     return HeadSpec(
         kind=config.kind,
         hidden_size=target.hidden_size,
@@ -82,11 +81,7 @@ def make_head_spec(
         projection_bias=config.projection_bias,
         norms=NormPlacement(**asdict(config.norms)),
         logits_from="pre_norm" if config.kind == "eagle" else "post_norm",
-        hidden_source="layers" if layer_ids else "g",
-        layer_ids=layer_ids,
-        fusion_norm=config.fusion_norm,
-        residual="normed" if config.norm_before_residual else "standard",
-        lm_head="own" if config.kind == "eagle3" else "target",
+        **source_fields(config, num_layers=target.num_layers),
         draft_vocab=draft_vocab,
     )
 

@@ -63,6 +63,7 @@ class _Sample:
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden: torch.Tensor
+    layers: torch.Tensor | None = None
 
 
 class _Samples:

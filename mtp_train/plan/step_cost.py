@@ -124,6 +124,7 @@ class _Row:
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     hidden: torch.Tensor
+    layers: torch.Tensor | None = None
 
 
 def _batch(
