@@ -244,6 +244,11 @@ def _check_own_head(config: Config) -> None:
             "head.kind=eagle3: its states are its own, only distributions are compared; choose "
             "loss=eagle3, or set loss.hidden_weight=0 and a loss.logit_weight above it"
         )
+    if loss.kind != "soft_ce":
+        raise ConfigError(
+            f"loss.kind={loss.kind} with head.kind=eagle3: a head with an lm_head of its own is "
+            "trained with soft_ce; choose loss=eagle3"
+        )
     if loss.own_tokens:
         raise ConfigError(
             "loss.own_tokens=true with head.kind=eagle3: the unroll of a head with an lm_head of "
