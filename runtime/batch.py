@@ -56,6 +56,11 @@ class ForwardBatch:
     visible_BSJ: torch.Tensor | None = None
     attention_plan: Any = None
 
+    @property
+    def end(self) -> int:
+        """Every position is below it."""
+        return max(self.kv_lens)
+
 
 def build_batch(
     mode: BatchMode,

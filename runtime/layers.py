@@ -53,18 +53,17 @@ class RotaryEmbedding:
         self._factor = attention_factor(spec)
         self._tables: dict[torch.dtype, RotaryAngles] = {}
 
-    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
+    def angles(self, positions_N: torch.Tensor, dtype: torch.dtype, *, end: int) -> RotaryAngles:
         """Angles in float32, rounded to ``dtype`` once per batch (as transformers does).
 
-        On a CPU, where a step pays for every operator, they are looked up: the table holds the
-        positions seen so far, rounded up to a power of two.
+        All positions are below ``end``, as the host knows. On a CPU, where a step pays for every
+        operator, angles are looked up; the table grows by powers of two.
         """
-        if not positions_N.is_cpu or not len(positions_N):
+        if not positions_N.is_cpu:
             return self._compute(positions_N, dtype)
-        longest = int(positions_N.max()) + 1
         table = self._tables.get(dtype)
-        if table is None or len(table.cos_NC) < longest:
-            size = max(_FIRST_POSITIONS, 1 << (longest - 1).bit_length())
+        if table is None or len(table.cos_NC) < end:
+            size = max(_FIRST_POSITIONS, 1 << (end - 1).bit_length())
             table = self._tables[dtype] = self._compute(torch.arange(size), dtype)
         return RotaryAngles(
             table.cos_NC.index_select(0, positions_N), table.sin_NC.index_select(0, positions_N)

@@ -129,7 +129,7 @@ class LlamaModel(Model):
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         """``g`` of every row, ``[N, D]``; with ``layer_ids`` ``[N, row_width]``."""
         plan = self.backend.plan_once(batch, table)
-        angles = self.rotary.angles(batch.positions_N, self.dtype)
+        angles = self.rotary.angles(batch.positions_N, self.dtype, end=batch.end)
         x_ND = self.embed(batch.input_ids_N)
         rows_NE: torch.Tensor | None = None
         if self.layer_ids:

@@ -67,7 +67,7 @@ class Eagle3Head(MtpHead):
         delta_ND = block.behind_first_norm(
             x_ND,
             joined,
-            self.rotary.angles(batch.positions_N, self.dtype),
+            self.rotary.angles(batch.positions_N, self.dtype, end=batch.end),
             backend=backend,
             plan=plan,
             pool=pool,

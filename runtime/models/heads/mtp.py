@@ -145,7 +145,9 @@ class MtpHead(DraftModel):
         x_ND = self._project(joined)
         if self.projection_bias is not None:  # whole on every rank: added to the sum, once
             x_ND.add_(self.projection_bias)
-        angles = self.rotary.angles(positions_N, self.dtype)
+        angles = self.rotary.angles(
+            positions_N, self.dtype, end=batch.end + self.spec.position_offset
+        )
         delta_ND = run_blocks(self.blocks, x_ND, angles, backend=backend, plan=plan, pool=pool)
         return self._recycled(x_ND, delta_ND)
 

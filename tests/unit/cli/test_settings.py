@@ -63,7 +63,7 @@ def test_values_get_the_declared_types() -> None:
         ("trainer.epoch", 3, r"^trainer\.epoch: unknown key; did you mean trainer\.epochs\?$"),
         ("trainr", {}, r"^trainr: unknown key; did you mean trainer\?$"),
         ("loss.learning_rate", 1.0, r"did you mean trainer\.learning_rate"),
-        ("run.zzz", 1, r"^run\.zzz: unknown key; run has name, root$"),
+        ("run.zzz", 1, r"^run\.zzz: unknown key; run has name, root, group$"),
         ("data.regenerate.temprature", 1.0, r"did you mean data\.regenerate\.temperature\?$"),
         ("trainer.epochs", 1.5, r"^trainer\.epochs=1\.5: expected a whole number, got a number$"),
         ("trainer.epochs", "two", r"expected a whole number, got text$"),

@@ -72,7 +72,9 @@ def test_rotation_equals_transformers_at_long_positions(kind, ops):
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
     )
     untouched = qkv[:, 3].clone()
-    ops.rotate(qkv, 3, RotaryEmbedding(spec, 64, device=CPU).angles(positions, torch.float32))
+    ops.rotate(
+        qkv, 3, RotaryEmbedding(spec, 64, device=CPU).angles(positions, torch.float32, end=131072)
+    )
     assert torch.allclose(qkv[:, :2], q_wanted[0].transpose(0, 1), atol=1e-5)
     assert torch.allclose(qkv[:, 2:3], k_wanted[0].transpose(0, 1), atol=1e-5)
     assert torch.equal(qkv[:, 3], untouched)
@@ -82,8 +84,8 @@ def test_llama3_differs_from_default_at_long_wavelengths_only():
     default = RotaryEmbedding(RopeSpec(500000.0), 64, device=CPU)
     llama3 = RotaryEmbedding(rope_pair("llama3")[0], 64, device=CPU)
     positions = torch.tensor([5000])
-    a = default.angles(positions, torch.float32).cos_NC[0, :32]
-    b = llama3.angles(positions, torch.float32).cos_NC[0, :32]
+    a = default.angles(positions, torch.float32, end=5001).cos_NC[0, :32]
+    b = llama3.angles(positions, torch.float32, end=5001).cos_NC[0, :32]
     assert torch.equal(a[:8], b[:8])
     assert not torch.allclose(a[-12:], b[-12:], atol=1e-3)
 
@@ -190,7 +192,7 @@ def test_looked_up_angles_are_those_of_their_positions():
     spec = RopeSpec(theta=10000.0)
     rotary = RotaryEmbedding(spec, 20, device=CPU)
     for positions in ([5, 0, 1023], [1024, 3], [70000], [7]):
-        got = rotary.angles(torch.tensor(positions), torch.bfloat16)
+        got = rotary.angles(torch.tensor(positions), torch.bfloat16, end=max(positions) + 1)
         for row, position in enumerate(positions):
             angle = position * inverse_frequencies(spec, 20)
             assert torch.equal(got.cos_NC[row], angle.cos().bfloat16().repeat(2))

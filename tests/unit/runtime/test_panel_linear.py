@@ -126,7 +126,7 @@ class Blocks:
         self.batch = make_batch(self.table, [row for row, _ in rows], chunks, [70] * len(rows))
         self.x = torch.randn(sum(map(len, chunks)), 64, generator=generator).to(dtype)
         rotary = RotaryEmbedding(RopeSpec(1e4), 24, device=CPU)
-        self.angles = rotary.angles(self.batch.positions_N, dtype)
+        self.angles = rotary.angles(self.batch.positions_N, dtype, end=self.batch.end)
 
     def run(self, backend: CpuBackend) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """The residual stream, all K/V, and whether the blocks were one call."""
