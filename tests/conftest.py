@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -25,6 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("real") and missing:
             item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(missing)}"))
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_logs() -> Iterator[None]:
+    """A command that ran in this process leaves no levels to the tests behind it."""
+    yield
+    for package in ("mtp_train", "data_prep", "runtime"):
+        logging.getLogger(package).setLevel(logging.NOTSET)
 
 
 def _skip_without_gpu(items: Iterable[pytest.Item]) -> None:

@@ -115,8 +115,9 @@ def test_every_recipe_is_a_valid_configuration(recipe: str) -> None:
     ],
 )
 def test_every_option_is_a_valid_configuration(option: str) -> None:
-    needs = ["engine.python=python3"] if option == "engine=vllm" else []
-    compose("train", [option, "run.name=x", "target.path=/m", "data.sources=[x]", *needs])
+    needs = {"engine=vllm": ["engine.python=python3"], "head=eagle3": ["loss=eagle3"]}
+    given = [option, "run.name=x", "target.path=/m", "data.sources=[x]"]
+    compose("train", [*given, *needs.get(option, [])])
 
 
 def test_demo_recipe_stays_within_its_token_budget() -> None:

@@ -221,7 +221,9 @@ def test_rotation_is_that_of_transformers_and_of_the_inference_head_at_any_posit
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)
-    angles = RotaryEmbedding(rope, 64, device=CPU).angles(positions, torch.float32)
+    angles = RotaryEmbedding(rope, 64, device=CPU).angles(
+        positions, torch.float32, end=int(positions.max()) + 1
+    )
     served = x * angles.cos_NC[:, None] + x.roll(32, -1) * angles.sin_NC[:, None]
     torch.testing.assert_close(ours, served, rtol=0, atol=1e-6)
 
