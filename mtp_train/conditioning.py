@@ -1,13 +1,14 @@
 """A target reparametrised without changing what it computes: conditioned like a larger model.
 
 With a diagonal ``D`` of powers of two, the final norm's weight becomes ``D w`` and the columns of
-``lm_head`` are divided by ``D``. Hidden states are then ``D g`` and every product that makes a logit
-is the product it was, bit for bit, in every float dtype: scaling by a power of two is exact. The
-embedding stays, so a tied head is untied. The same holds for a feature store of ``g``: multiplied by
-``D`` it is the store that a dump of the new target gives.
+``lm_head`` are divided by ``D``. Hidden states are then ``D g``, and every product that makes a
+logit is the product it was, bit for bit, in every float dtype: scaling by a power of two is exact.
+The embedding stays, so a tied head is untied. The same holds for a feature store of ``g``:
+multiplied by ``D`` it is the store that a dump of the new target gives.
 
-    python -m mtp_train.conditioning --target smollm2-135m-instruct --scale 8 --outliers 6 \\
-        --outlier-scale 64 --out runs/targets/outliers --features runs/mine/features/train:runs/new/train
+    python -m mtp_train.conditioning --target smollm2-135m-instruct --scale 8 \\
+        --outliers 6 --outlier-scale 64 --out runs/targets/outliers \\
+        --features runs/mine/features/train:runs/outliers/features/train
 
 Shape legend: D model width, V vocabulary, T tokens of one sample.
 """
@@ -66,8 +67,8 @@ class Conditioning:
             value = getattr(self, name)
             if not (value > 0 and math.frexp(value)[0] == 0.5):
                 raise ValueError(
-                    f"{name}={value}: must be a power of two such as 8 or 0.25, so that no rounding "
-                    "changes the target"
+                    f"{name}={value}: must be a power of two such as 8 or 0.25, so that no "
+                    "rounding changes the target"
                 )
         if self.num_outliers < 0:
             raise ValueError(f"num_outliers={self.num_outliers}: must not be negative")

@@ -1,8 +1,8 @@
 """The target's log-sum-exp of a feature store's rows, kept beside the store.
 
-A loss over part of the vocabulary needs it once per row. It is a property of states, ``lm_head`` and dtype,
-the same for every run over a store, and costs as much as the rest of a small head's training: a
-sweep computes it in its first member.
+A loss over part of the vocabulary needs it once per row. It is a property of states, ``lm_head``
+and dtype, the same for every run over a store, and costs as much as the rest of a small head's
+training: a sweep computes it in its first member.
 
 Invariants: a file appears whole; its name is the digest of what its values depend on, so a reader
 never meets foreign ones; values are bit for bit those that a run would compute itself.

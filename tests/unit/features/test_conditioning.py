@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from mtp_train import precompute
 from mtp_train.conditioning import (
-    Conditioning,
     ConditionedTarget,
+    Conditioning,
     condition_features,
     condition_target,
     main,
