@@ -1,12 +1,15 @@
 """What the norms of a head do: the runs of ``+experiment=norms`` measured on the same prompts.
 
     python -m mtp_train.studies.norms --out docs/norms.json \\
-        --long-set runs/norms-long_prompts/data runs/norms-data=*
+        --answers runs/norms-answers.safetensors \\
+        --long-set runs/norms-long_prompts/data runs/norms*=*
 
-MT-Bench is decoded in the runtime, target and head together. Long prompts are those of the long
-token set's validation split up to their last answer; a head's drafts for the target's own greedy
-answers are replayed (rung P3: the same figure, without the prefill of thousands of rows per head).
-Goes on where it stopped: a head that was measured is not measured again.
+The target answers MT-Bench and long prompts once, greedily, in the runtime; every head's drafts for
+these answers are replayed over the states that the runtime computed (rung P3: steps and accepted
+drafts are those of decoding). Heads of a reparametrised target get the same answers and the states
+times its diagonal, which are its own (``mtp_train.conditioning``). With ``--decode`` the first
+prompts of MT-Bench are decoded in the runtime as well, target and head together. Goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -21,21 +24,33 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save
 
 from data_prep.evaluation import evaluation_prompts
 from data_prep.token_set import load_token_set
 from mtp_train.conditioning import RECORD_NAME, Conditioning, open_conditioned
 from mtp_train.config import Config, HeadNorms
-from mtp_train.events import read_events
-from mtp_train.features.target import load_tokenizer
+from mtp_train.events import read_events, to_jsonable
+from mtp_train.features.target import (
+    cache_directory,
+    load_tokenizer,
+    target_directory,
+    target_dtype,
+)
+from mtp_train.heads import build_training_head
+from mtp_train.heads.mtp import MtpHead as TrainingHead
 from mtp_train.run_dir import describe_machine, read_json, write_json_atomic
 from mtp_train.settings import load_config
+from mtp_train.targets import open_target
 from mtp_train.validate.measure import acceptance_sums, decode_waves, make_requests
-from mtp_train.validate.subject import Subject, open_subject
+from mtp_train.validate.subject import open_subject
 from mtp_train.validate.unroll import HiddenSequence, training_drafts
 from runtime.cpu import set_threads
 from runtime.engine import Engine
-from runtime.request import Generation
+from runtime.files import sha256_file, write_atomic
+from runtime.head_spec import load_head
+from runtime.models.config import load_config as load_target_config
+from runtime.models.loader import Checkpoint, fingerprint_target
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +68,10 @@ NORM_NAMES = {
 class Settings:
     """What every head is measured on, greedy, one drafted token per step."""
 
-    mtbench_prompts: int = 16
+    mtbench_prompts: int = 40
     long_prompts: int = 8
     max_tokens: int = 64
+    decoded_prompts: int = 16  # of MT-Bench, with --decode
 
 
 @dataclass(frozen=True)
@@ -90,11 +106,15 @@ class RunFigures:
 
 
 @dataclass(frozen=True)
-class _Texts:
-    """The target's greedy answers to the long prompts, and its states over both."""
+class Answer:
+    """The target's greedy answer to one prompt and its states over both."""
 
-    generations: Sequence[Generation]
-    hidden: Sequence[HiddenSequence]
+    prompt_len: int
+    input_ids: torch.Tensor  # int64 [T], the answer included
+    hidden: torch.Tensor = field(repr=False)  # [T, D], the runtime's dtype
+
+
+Answers = Mapping[str, Sequence[Answer]]
 
 
 def read_run(path: Path) -> tuple[Config, RunFigures]:
@@ -107,9 +127,7 @@ def read_run(path: Path) -> tuple[Config, RunFigures]:
         raise ValueError(f"run={path}: head.norms={config.head.norms} is no part of this study")
     steps = {e["step"]: e for e in read_events(path / "events.jsonl", stage="train", event="step")}
     ends = list(read_events(path / "events.jsonl", event="stage_finished"))
-    conditioning = Conditioning(1.0)
-    if (Path(config.target.path) / RECORD_NAME).is_file():
-        conditioning = open_conditioned(Path(config.target.path)).conditioning
+    conditioning = _conditioning(config)
     rows = [steps[number] for number in sorted(steps)]
     return config, RunFigures(
         name=path.name,
@@ -130,69 +148,132 @@ def read_run(path: Path) -> tuple[Config, RunFigures]:
     )
 
 
-class Meter:
-    """One target, and every head that was trained for it."""
-
-    def __init__(self, config: Config, settings: Settings, *, long_set: Path) -> None:
-        self._settings = settings
-        self._subject = open_subject(config, Path(), device=torch.device("cpu"))
-        self._dtype = self._subject.runtime_dtype
-        tokenizer = load_tokenizer(config.target, self._subject.target(self._dtype).path)
-        chosen = evaluation_prompts("mtbench", tokenizer, settings.mtbench_prompts)
-        self._mtbench = [prompt.prompt_ids for prompt in chosen]
-        self._texts = self._answer(long_prompts(long_set, settings.long_prompts))
-
-    def measure(self, head_dir: Path) -> tuple[str, dict[str, Counts]]:
-        """sha256 of the head's weights, and its counts by prompt set."""
-        subject = self._subject.with_head(head_dir)
-        requests = make_requests(self._mtbench, max_tokens=self._settings.max_tokens)
-        generations = decode_waves(
-            subject.target(self._dtype),
-            requests,
-            head=subject.head(self._dtype),
-            k=K,
-            engine_config=subject.engine_config,
+def answer_prompts(
+    config: Config, settings: Settings, *, long_set: Path
+) -> dict[str, list[Answer]]:
+    """Both prompt sets answered by the configuration's target."""
+    target = open_target(config.target, device=torch.device("cpu"), runtime=config.runtime)
+    tokenizer = load_tokenizer(config.target, target.path)
+    prompts: dict[str, list[tuple[int, ...]]] = {
+        "mtbench": [
+            prompt.prompt_ids
+            for prompt in evaluation_prompts("mtbench", tokenizer, settings.mtbench_prompts)
+        ],
+        "long_prompts": long_prompts(long_set, settings.long_prompts),
+    }
+    answers = {}
+    for name, chosen in prompts.items():
+        requests = make_requests(chosen, max_tokens=settings.max_tokens)
+        generations = decode_waves(target, requests, engine_config=config.runtime)
+        sequences = [(*g.prompt_ids, *g.output_ids) for g in generations]
+        longest = max(len(ids) for ids in sequences)
+        fitting = dataclasses.replace(
+            config.runtime,
+            max_model_len=longest + 1,
+            num_pages=2 + longest // config.runtime.page_size,
         )
-        sums = acceptance_sums(generations, K)
-        decoded = Counts(tuple(sums[:, 0].tolist()), tuple(sums[:, 1].tolist()))
-        counts = {"mtbench": decoded, "long_prompts": self._replay(subject)}
-        return subject.head_sha256["model.safetensors"], counts
-
-    def _replay(self, subject: Subject) -> Counts:
-        generations = self._texts.generations
-        starts = [
-            range(len(g.prompt_ids) - 1, len(g.prompt_ids) + len(g.output_ids) - 2)
-            for g in generations
+        engine = Engine(target.model, config=fitting)
+        states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
+        answers[name] = [
+            Answer(len(generation.prompt_ids), torch.tensor(ids), states[index])
+            for index, (generation, ids) in enumerate(zip(generations, sequences, strict=True))
         ]
+    return answers
+
+
+def save_answers(file: Path, answers: Answers) -> None:
+    tensors = {}
+    for name, items in answers.items():
+        for index, item in enumerate(items):
+            key = f"{name}.{index:03d}"
+            tensors[f"{key}.prompt_len"] = torch.tensor(item.prompt_len)
+            tensors[f"{key}.input_ids"] = item.input_ids
+            tensors[f"{key}.hidden"] = item.hidden.clone()
+    write_atomic(file, save(tensors))
+
+
+def load_answers(file: Path) -> dict[str, list[Answer]]:
+    tensors = load_file(file)
+    answers: dict[str, list[Answer]] = {}
+    for key in sorted({name.rpartition(".")[0] for name in tensors}):
+        answers.setdefault(key.partition(".")[0], []).append(
+            Answer(
+                int(tensors[f"{key}.prompt_len"]),
+                tensors[f"{key}.input_ids"],
+                tensors[f"{key}.hidden"],
+            )
+        )
+    return answers
+
+
+class Meter:
+    """One target's embedding, ``lm_head`` and states, and every head that was trained for it."""
+
+    def __init__(self, config: Config, answers: Answers) -> None:
+        cache = cache_directory(config.target)
+        directory = target_directory(config.target)
+        shapes = load_target_config(directory)
+        checkpoint = Checkpoint(directory, shapes.tensor_shapes(), tied=shapes.tie_word_embeddings)
+        self._dtype = target_dtype(config.target, torch.device("cpu"))
+        self._fingerprint = fingerprint_target(directory, cache_dir=cache)
+        self._embedding_VD = self._read(checkpoint, "model.embed_tokens.weight")
+        self._lm_head_VD = self._embedding_VD
+        if not shapes.tie_word_embeddings:
+            self._lm_head_VD = self._read(checkpoint, "lm_head.weight")
+        diagonal_D = _conditioning(config).diagonal(shapes.hidden_size)
+        self._answers = {
+            name: [
+                dataclasses.replace(item, hidden=(item.hidden.float() * diagonal_D).to(self._dtype))
+                for item in items
+            ]
+            for name, items in answers.items()
+        }
+
+    def _read(self, checkpoint: Checkpoint, name: str) -> torch.Tensor:
+        return checkpoint.read(name, dtype=self._dtype, device=torch.device("cpu"))
+
+    @torch.inference_mode()
+    def replay(self, head_dir: Path) -> dict[str, Counts]:
+        """Counts by prompt set. Raises ``ValueError`` for the head of another target."""
+        spec, tensors = load_head(head_dir)
+        if spec.target_fingerprint != self._fingerprint:
+            raise ValueError(f"head={head_dir}: was trained for another target")
+        head = build_training_head(spec, dtype=self._dtype).eval()
+        head.load_tensors(tensors)
+        return {name: self._count(head, items) for name, items in self._answers.items()}
+
+    def _count(self, head: TrainingHead, items: Sequence[Answer]) -> Counts:
+        starts = [range(item.prompt_len - 1, len(item.input_ids) - 2) for item in items]
         drafts = training_drafts(
-            subject.training_head(self._dtype),
-            self._texts.hidden,
+            head,
+            [HiddenSequence(item.input_ids, item.hidden) for item in items],
             starts,
             num_steps=K,
-            embedding_VD=subject.embedding(self._dtype),
-            lm_head_VD=subject.lm_head(self._dtype),
+            embedding_VD=self._embedding_VD,
+            lm_head_VD=self._lm_head_VD,
         )
         pairs = [
-            walk(g.output_ids, own_SK[:, 0].tolist())
-            for g, own_SK in zip(generations, drafts, strict=True)
+            walk(item.input_ids[item.prompt_len :].tolist(), own_SK[:, 0].tolist())
+            for item, own_SK in zip(items, drafts, strict=True)
         ]
         return Counts(tuple(d for d, _ in pairs), tuple(a for _, a in pairs))
 
-    def _answer(self, prompts: Sequence[Sequence[int]]) -> _Texts:
-        target = self._subject.target(self._dtype)
-        requests = make_requests(prompts, max_tokens=self._settings.max_tokens)
-        generations = decode_waves(target, requests, engine_config=self._subject.engine_config)
-        sequences = [(*g.prompt_ids, *g.output_ids) for g in generations]
-        longest = max(len(ids) for ids in sequences)
-        engine_config = dataclasses.replace(
-            self._subject.engine_config,
-            max_model_len=longest + 1,
-            num_pages=2 + longest // self._subject.engine_config.page_size,
-        )
-        engine = Engine(target.model, config=engine_config)
-        states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
-        hidden = [HiddenSequence(torch.tensor(ids), states[i]) for i, ids in enumerate(sequences)]
-        return _Texts(generations, hidden)
+
+def decode(config: Config, head_dir: Path, answers: Answers, settings: Settings) -> Counts:
+    """MT-Bench in the runtime: the first prompts of the same set, target and head together."""
+    subject = open_subject(config, head_dir, device=torch.device("cpu"))
+    dtype = subject.runtime_dtype
+    chosen = answers["mtbench"][: settings.decoded_prompts]
+    prompts = [item.input_ids[: item.prompt_len].tolist() for item in chosen]
+    generations = decode_waves(
+        subject.target(dtype),
+        make_requests(prompts, max_tokens=settings.max_tokens),
+        head=subject.head(dtype),
+        k=K,
+        engine_config=subject.engine_config,
+    )
+    sums = acceptance_sums(generations, K, trimmed=True)
+    return Counts(tuple(sums[:, 0].tolist()), tuple(sums[:, 1].tolist()))
 
 
 def walk(output_ids: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
@@ -221,40 +302,55 @@ def long_prompts(token_set: Path, count: int) -> list[tuple[int, ...]]:
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
+def _conditioning(config: Config) -> Conditioning:
+    path = Path(config.target.path)
+    is_written = (path / RECORD_NAME).is_file()
+    return open_conditioned(path).conditioning if is_written else Conditioning(1.0)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every run that is named and not measured yet; the file is replaced after each."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="python -m mtp_train.studies.norms")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--answers", required=True, type=Path, help="kept between calls")
     parser.add_argument("--long-set", required=True, type=Path, help="token set of long prompts")
+    parser.add_argument("--decode", action="store_true", help="MT-Bench in the runtime as well")
     given = parser.parse_args(arguments)
     settings = Settings()
     found = [(path, *read_run(path)) for path in given.runs]
     stored = read_json(given.out) if given.out.is_file() else {}
     results: dict[str, Any] = {row["name"]: row for row in stored.get("runs", [])}
-    for target in dict.fromkeys(config.target.path for _, config, _ in found):
-        meter: Meter | None = None
-        for path, config, figures in found:
-            if config.target.path != target or figures.name in results:
-                continue
-            if meter is None:
-                set_threads(config.runtime.num_threads)
-                meter = Meter(config, settings, long_set=given.long_set)
-            sha256, counts = meter.measure(path / "head")
-            rates = {k: sum(c.accepted) / max(1, sum(c.drafts)) for k, c in counts.items()}
-            logger.info("%s: %s", figures.name, {k: round(v, 4) for k, v in rates.items()})
-            results[figures.name] = dataclasses.replace(
-                figures, head_sha256=sha256, acceptance=counts
-            )
-            write_json_atomic(
-                given.out,
-                {
-                    "settings": settings,
-                    "machine": describe_machine(),
-                    "runs": [results[name] for name in sorted(results)],
-                },
-            )
+    set_threads(found[0][1].runtime.num_threads)
+    if not given.answers.is_file():
+        plain = [config for _, config, _ in found if _conditioning(config) == Conditioning(1.0)]
+        if not plain:
+            parser.error("runs: none is of the target as it is, which answers the prompts")
+        save_answers(given.answers, answer_prompts(plain[0], settings, long_set=given.long_set))
+    answers = load_answers(given.answers)
+    meters: dict[str, Meter] = {}
+    for path, config, figures in found:
+        row = to_jsonable(figures) | results.get(figures.name, {})
+        sha256 = sha256_file(path / "head" / "model.safetensors")
+        if row["head_sha256"] != sha256:
+            row = to_jsonable(dataclasses.replace(figures, head_sha256=sha256))
+        if not row["acceptance"]:
+            if config.target.path not in meters:
+                meters = {config.target.path: Meter(config, answers)}
+            row["acceptance"] = to_jsonable(meters[config.target.path].replay(path / "head"))
+        if given.decode and "mtbench_decoded" not in row["acceptance"]:
+            counts = decode(config, path / "head", answers, settings)
+            row["acceptance"]["mtbench_decoded"] = to_jsonable(counts)
+        results[figures.name] = row
+        rates = {
+            name: round(sum(c["accepted"]) / max(1, sum(c["drafts"])), 4)
+            for name, c in row["acceptance"].items()
+        }
+        logger.info("%s: %s", figures.name, rates)
+        rows = [results[name] for name in sorted(results)]
+        values = {"settings": settings, "machine": describe_machine(), "runs": rows}
+        write_json_atomic(given.out, values)
 
 
 if __name__ == "__main__":
