@@ -27,7 +27,7 @@ from mtp_train.losses import target_log_normaliser
 from mtp_train.normalisers import NormaliserKey, load_normalisers, save_normalisers
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.models.loader import load_target
+from runtime.models.loader import default_cache_dir, load_target, resolve_target
 from runtime.request import Request, SamplingParams
 from tests.unit.features.targets import make_config, save_target, save_token_set, with_features
 
@@ -158,6 +158,28 @@ def test_normalisers_of_the_base_store_are_those_of_the_scaled_one(
         assert torch.equal(values_T, target_log_normaliser(hidden, weights[1], row_chunk=64))
     assert len(list((out / "normalisers").iterdir())) == 1
     assert not load_normalisers(out, key, scaled.sample_ids)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_smollm2_says_the_same_in_other_coordinates(tmp_path: Path) -> None:
+    cache = default_cache_dir()
+    source = resolve_target("smollm2-135m-instruct", cache_dir=cache)
+    hard = Conditioning(8.0, num_outliers=6, outlier_scale=64.0)
+    made = condition_target(source, tmp_path / "new", hard, cache_dir=cache)
+    found = []
+    for path in (source, made.path):
+        target = load_target(path, dtype=torch.float32, device=CPU, cache_dir=cache)
+        engine = Engine(target.model, config=EngineConfig(num_threads=1, max_model_len=128))
+        sampling = SamplingParams(temperature=0.0, max_tokens=16, logprobs=True)
+        (answer,) = engine.generate([Request("0", tuple(range(1000, 1020)), sampling)])
+        (rows,) = engine.forward_hidden([(*answer.prompt_ids, *answer.output_ids)])
+        found.append((answer, rows.hidden_TD, engine.logits(rows.hidden_TD)))
+    (before, after) = found
+    assert after[0].output_ids == before[0].output_ids
+    torch.testing.assert_close(after[0].logprobs, before[0].logprobs, rtol=0, atol=1e-5)
+    assert torch.equal(after[1], before[1] * hard.diagonal(576))
+    torch.testing.assert_close(after[2], before[2], rtol=0, atol=1e-4)
 
 
 def test_a_store_of_another_target_and_a_codec_that_rounds_are_refused(
