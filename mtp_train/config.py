@@ -15,7 +15,8 @@ from data_prep.config import DataConfig
 from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
-BUILT_IN_INITS = ("random", "target_norm", "last_layer")  # of head.init; anything else is a directory
+# Of head.init; anything else is a directory.
+BUILT_IN_INITS = ("random", "target_norm", "last_layer")
 LossKind = Literal[
     "soft_ce", "forward_kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "expected_length"
 ]
