@@ -1,4 +1,4 @@
-"""Figure and table of ``docs/norms.md``, from the committed results and nothing else.
+"""Figure and tables of ``docs/norms.md``, from the committed results and nothing else.
 
     python -m mtp_train.studies.norms_page docs/norms.json docs/norms.md docs/norms.svg
 
@@ -41,7 +41,9 @@ _COLOURS = {
     "no final": "#7b4fa3",
     "all, target's": "#16a3a3",
 }
-_BEGIN, _END = "<!-- table: begin -->", "<!-- table: end -->"
+_RATE = 1e-3  # the recipe's learning rate; runs at others are a table of their own
+_TABLES = ("norms", "rates")
+_MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in _TABLES}
 
 
 @dataclass(frozen=True)
@@ -95,20 +97,30 @@ Cells = Mapping[Condition, Mapping[str, Cell]]
 
 
 def collect(results: Mapping[str, Any]) -> dict[Condition, dict[str, Cell]]:
-    """Runs by condition and head. A head whose final norm starts at the target's has its own name.
+    """Runs by condition and head, at the recipe's learning rate. A head whose final norm starts at
+    the target's has its own name.
 
     Raises ``ValueError`` when two runs of one head and condition share a seed.
     """
     grouped: dict[Condition, dict[str, list[Mapping[str, Any]]]] = {}
     for row in results["runs"]:
-        keys = ("prompts", "scale", "num_outliers", "outlier_scale")
-        condition = Condition(*(row[key] for key in keys))
-        head = row["head"] if row["init"] == "random" else f"{row['head']}, target's"
+        if row["learning_rate"] != _RATE:
+            continue
+        condition, head = _condition(row), _head(row)
         grouped.setdefault(condition, {}).setdefault(head, []).append(row)
     return {
         condition: {head: _cell(sorted(rows, key=lambda r: r["seed"])) for head, rows in by.items()}
         for condition, by in sorted(grouped.items(), key=lambda item: _order(item[0]))
     }
+
+
+def _condition(row: Mapping[str, Any]) -> Condition:
+    keys = ("prompts", "scale", "num_outliers", "outlier_scale")
+    return Condition(*(row[key] for key in keys))
+
+
+def _head(row: Mapping[str, Any]) -> str:
+    return str(row["head"]) if row["init"] == "random" else f"{row['head']}, target's"
 
 
 def _order(condition: Condition) -> tuple[float, int, int]:
@@ -202,6 +214,27 @@ def table(cells: Cells) -> str:
                 row.append(f"{100 * cell.rate(prompt_set):.1f} %")
                 row.append(_points(rate_difference(cell, against, prompt_set)) if against else "")
             lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def rate_table(results: Mapping[str, Any]) -> str:
+    """Final losses by learning rate, one seed, where more than the recipe's was tried."""
+    losses: dict[tuple[Condition, str], dict[float, float]] = {}
+    others = [row for row in results["runs"] if row["learning_rate"] != _RATE]
+    seeds = {row["seed"] for row in others}
+    for row in results["runs"]:
+        if row["seed"] in seeds:
+            by_rate = losses.setdefault((_condition(row), _head(row)), {})
+            by_rate[row["learning_rate"]] = float(_cell([row]).final_losses[0])
+    rates = sorted({row["learning_rate"] for row in others} | {_RATE})
+    columns = ["trained on", "D", "norms", *(f"{rate:g}" for rate in rates)]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for (condition, head), by_rate in sorted(losses.items(), key=lambda i: _order(i[0][0])):
+        if len(by_rate) < 2:
+            continue
+        cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates]
+        row_ = [TRAINED_ON[condition.trained_on], condition.conditioning, head, *cells]
+        lines.append("| " + " | ".join(row_) + " |")
     return "\n".join(lines)
 
 
@@ -323,19 +356,23 @@ def _style() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Replace the table between the markers of the page, and the figure."""
+    """Replace the tables between the markers of the page, and the figure."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(prog="python -m mtp_train.studies.norms_page")
     parser.add_argument("results", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("figure", type=Path)
     given = parser.parse_args(arguments)
-    cells = collect(read_json(given.results))
+    results = read_json(given.results)
+    cells = collect(results)
     text = given.page.read_text(encoding="utf-8")
-    if _BEGIN not in text or _END not in text:
-        parser.error(f"{given.page}: has no {_BEGIN} and {_END}")
-    before, after = text.split(_BEGIN)[0], text.split(_END)[1]
-    write_text_atomic(given.page, f"{before}{_BEGIN}\n\n{table(cells)}\n\n{_END}{after}")
+    for name, made in zip(_TABLES, (table(cells), rate_table(results)), strict=True):
+        begin, end = _MARKS[name]
+        if begin not in text or end not in text:
+            parser.error(f"{given.page}: has no {begin} and {end}")
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    write_text_atomic(given.page, text)
     write_text_atomic(given.figure, figure(cells))
 
 

@@ -20,6 +20,7 @@ from mtp_train.studies.norms_page import (
     loss_difference,
     main,
     rate_difference,
+    rate_table,
     table,
 )
 
@@ -43,6 +44,7 @@ def row(head: str = ALL, seed: int = 1, **changes: Any) -> dict[str, Any]:
         "num_outliers": 0,
         "outlier_scale": 1.0,
         "seed": seed,
+        "learning_rate": 1e-3,
         "losses": [10.0] * 6 + [loss + 0.1 * seed * (head == FREE)] * 2,
         "acceptance": {"mtbench": counts, "long_prompts": counts},
     } | changes
@@ -122,6 +124,15 @@ def test_conditions_and_starts_are_kept_apart_and_a_seed_counts_once() -> None:
         collect({"runs": [row(), row()]})
 
 
+def test_other_learning_rates_are_a_table_of_their_own() -> None:
+    slow = row(FREE, name="slow", learning_rate=3e-4, losses=[10.0] * 6 + [9.0] * 2)
+    results = {"runs": [row(), row(FREE), row(FREE, 2), slow]}
+    assert collect(results)[next(iter(collect(results)))][FREE].seeds == (1, 2)
+    lines = rate_table(results).splitlines()
+    assert lines[0] == "| trained on | D | norms | 0.0003 | 0.001 |"
+    assert lines[2:] == ["| short chats | ×1 | none (EAGLE) | 9.000 | 6.100 |"]
+
+
 def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has not finished"):
         read_run(tmp_path)
@@ -130,7 +141,10 @@ def test_a_run_that_has_not_finished_is_refused(tmp_path: Path) -> None:
 def test_the_page_keeps_its_text_and_gets_table_and_figure(tmp_path: Path) -> None:
     results, page, drawing = tmp_path / "r.json", tmp_path / "p.md", tmp_path / "f.svg"
     write_json_atomic(results, {"runs": [row(), row(FREE), row(FREE, 2)]})
-    page.write_text("before\n<!-- table: begin -->old<!-- table: end -->\nafter\n")
+    page.write_text(
+        "before\n<!-- norms: begin -->old<!-- norms: end -->\nbetween\n"
+        "<!-- rates: begin -->old<!-- rates: end -->\nafter\n"
+    )
     for _ in range(2):
         main([str(results), str(page), str(drawing)])
     text = page.read_text()
@@ -146,5 +160,7 @@ def test_the_page_keeps_its_text_and_gets_table_and_figure(tmp_path: Path) -> No
 
 def test_the_committed_page_is_made_of_the_committed_results() -> None:
     made = collect(read_json(DOCS / "norms.json"))
-    assert table(made) in (DOCS / "norms.md").read_text(encoding="utf-8")
+    page = (DOCS / "norms.md").read_text(encoding="utf-8")
+    assert table(made) in page
+    assert rate_table(read_json(DOCS / "norms.json")) in page
     assert figure(made) == (DOCS / "norms.svg").read_text(encoding="utf-8")
