@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mtp_train.report.svg import Margins, Plot, linear_scale
+from mtp_train.report.svg import Margins, Plot, Scale, linear_scale
 from mtp_train.run_dir import read_json, write_text_atomic
 from mtp_train.validate.bootstrap import Interval
 
@@ -69,16 +69,22 @@ class Cell:
     """All seeds of one head in one condition. Counts are ``[S, P]`` by prompt set."""
 
     seeds: tuple[int, ...]
-    losses_ST: np.ndarray = field(repr=False)
+    losses: tuple[np.ndarray, ...] = field(repr=False)  # [T] per seed; T differs by a step or two
     drafts: Mapping[str, np.ndarray] = field(repr=False)
     accepted: Mapping[str, np.ndarray] = field(repr=False)
 
     @property
     def final_losses(self) -> np.ndarray:
         """Mean over the last quarter of the steps, ``[S]``."""
-        tail = max(1, round(_TAIL * self.losses_ST.shape[1]))
-        means: np.ndarray = self.losses_ST[:, -tail:].mean(1)
-        return means
+        tails = [losses_T[-max(1, round(_TAIL * len(losses_T))) :] for losses_T in self.losses]
+        return np.array([tail_T.mean() for tail_T in tails])
+
+    @property
+    def curve(self) -> np.ndarray:
+        """Mean over seeds of every step that all of them have, ``[T]``."""
+        shared = min(len(losses_T) for losses_T in self.losses)
+        mean_T: np.ndarray = np.mean([losses_T[:shared] for losses_T in self.losses], axis=0)
+        return mean_T
 
     def rate(self, prompt_set: str) -> float:
         """Accepted ÷ steps, pooled."""
@@ -142,8 +148,8 @@ def _cell(rows: Sequence[Mapping[str, Any]]) -> Cell:
         }
         for part in ("drafts", "accepted")
     }
-    losses_ST = np.array([row["losses"] for row in rows])
-    return Cell(seeds, losses_ST, counts["drafts"], counts["accepted"])
+    losses = tuple(np.array(row["losses"]) for row in rows)
+    return Cell(seeds, losses, counts["drafts"], counts["accepted"])
 
 
 def rate_difference(
@@ -281,20 +287,20 @@ def figure(cells: Cells) -> str:
 
 
 def _losses(by: Mapping[str, Cell], title: str, width: float, height: float) -> str:
-    num_steps = max(cell.losses_ST.shape[1] for cell in by.values())
+    num_steps = max(len(cell.curve) for cell in by.values())
+    highest = max(float(cell.curve.max()) for cell in by.values())
     plot = Plot(
         width,
         height,
         linear_scale(0, num_steps, count=4),
-        linear_scale(4, 18, count=7),
+        linear_scale(4, max(18.0, math.ceil(highest / 4) * 4), count=7),
         title,
         Margins(top=26),
     )
-    plot.axes("step", "")
+    plot.axes("step, and loss in nats")
     plot.text(plot.margins.left, 14, title, "title")
     for name in _drawn(by):
-        curve = by[name].losses_ST.mean(0)
-        points = [(i + 1.0, min(18.0, float(v))) for i, v in enumerate(curve)]
+        points = [(index + 1.0, float(value)) for index, value in enumerate(by[name].curve)]
         plot.line(points, f"line c{_index(name)}")
     return plot.render()
 
@@ -302,12 +308,12 @@ def _losses(by: Mapping[str, Cell], title: str, width: float, height: float) -> 
 def _rates(by: Mapping[str, Cell], width: float, height: float) -> str:
     names = _drawn(by)
     plot = Plot(
-        width, height, linear_scale(0, 2), linear_scale(0, 30, count=6, unit=" %"), "acceptance"
+        width, height, Scale(0, 2, ()), linear_scale(0, 25, count=5, unit=" %"), "acceptance"
     )
-    plot.axes("", "")
+    plot.axes("")
     for index, (prompt_set, label) in enumerate(SETS.items()):
         plot.text(
-            plot.at_x(index + 0.5), plot.bottom + 34, f"accepted, {label}", "axis", anchor="middle"
+            plot.at_x(index + 0.5), plot.bottom + 18, f"accepted, {label}", "axis", anchor="middle"
         )
         for place, name in enumerate(names):
             cell = by[name]

@@ -106,6 +106,12 @@ def test_a_difference_of_losses_is_paired_by_seed_and_has_students_interval() ->
     assert (single.value, single.interval) == (pytest.approx(1.2), None)
 
 
+def test_seeds_may_differ_by_a_step() -> None:
+    found = cells(row(losses=[8.0, 6.0, 4.0, 2.0, 2.0]), row(seed=2, losses=[6.0, 4.0, 4.0, 4.0]))
+    assert found[ALL].curve.tolist() == [7.0, 5.0, 4.0, 3.0]
+    assert found[ALL].final_losses.tolist() == [2.0, 4.0]
+
+
 def test_conditions_and_starts_are_kept_apart_and_a_seed_counts_once() -> None:
     found = collect(
         {
