@@ -4,12 +4,12 @@
         --answers runs/norms-answers.safetensors \\
         --long-set runs/norms-long_prompts/data runs/norms*=*
 
-The target answers MT-Bench and long prompts once, greedily, in the runtime; every head's drafts for
-these answers are replayed over the states that the runtime computed (rung P3: steps and accepted
-drafts are those of decoding). Heads of a reparametrised target get the same answers and the states
-times its diagonal, which are its own (``mtp_train.conditioning``). With ``--decode`` the first
-prompts of MT-Bench are decoded in the runtime as well, target and head together. Goes on where it
-stopped.
+MT-Bench is decoded in the runtime, target and head together. For long prompts the target's greedy
+answers and its states over them are computed once, in the runtime, and every head's drafts are
+replayed over them (rung P3: steps and accepted drafts are those of decoding, without a prefill of
+thousands of rows per head); MT-Bench is replayed as well, so that the two can be compared. Heads of
+a reparametrised target get the same answers and the states times its diagonal, which are its own
+(``mtp_train.conditioning``). Goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Settings:
     mtbench_prompts: int = 40
     long_prompts: int = 8
     max_tokens: int = 64
-    decoded_prompts: int = 16  # of MT-Bench, with --decode
 
 
 @dataclass(frozen=True)
@@ -260,11 +259,10 @@ class Meter:
 
 
 def decode(config: Config, head_dir: Path, answers: Answers, settings: Settings) -> Counts:
-    """MT-Bench in the runtime: the first prompts of the same set, target and head together."""
+    """MT-Bench in the runtime, target and head together; counted after trimming, as replays are."""
     subject = open_subject(config, head_dir, device=torch.device("cpu"))
     dtype = subject.runtime_dtype
-    chosen = answers["mtbench"][: settings.decoded_prompts]
-    prompts = [item.input_ids[: item.prompt_len].tolist() for item in chosen]
+    prompts = [item.input_ids[: item.prompt_len].tolist() for item in answers["mtbench"]]
     generations = decode_waves(
         subject.target(dtype),
         make_requests(prompts, max_tokens=settings.max_tokens),
@@ -316,7 +314,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--answers", required=True, type=Path, help="kept between calls")
     parser.add_argument("--long-set", required=True, type=Path, help="token set of long prompts")
-    parser.add_argument("--decode", action="store_true", help="MT-Bench in the runtime as well")
     given = parser.parse_args(arguments)
     settings = Settings()
     found = [(path, *read_run(path)) for path in given.runs]
@@ -338,10 +335,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not row["acceptance"]:
             if config.target.path not in meters:
                 meters = {config.target.path: Meter(config, answers)}
-            row["acceptance"] = to_jsonable(meters[config.target.path].replay(path / "head"))
-        if given.decode and "mtbench_decoded" not in row["acceptance"]:
-            counts = decode(config, path / "head", answers, settings)
-            row["acceptance"]["mtbench_decoded"] = to_jsonable(counts)
+            replayed = meters[config.target.path].replay(path / "head")
+            counts = {
+                "mtbench": decode(config, path / "head", answers, settings),
+                "mtbench_replayed": replayed["mtbench"],
+                "long_prompts": replayed["long_prompts"],
+            }
+            row["acceptance"] = to_jsonable(counts)
         results[figures.name] = row
         rates = {
             name: round(sum(c["accepted"]) / max(1, sum(c["drafts"])), 4)

@@ -293,7 +293,7 @@ def _losses(by: Mapping[str, Cell], title: str, width: float, height: float) -> 
         width,
         height,
         linear_scale(0, num_steps, count=4),
-        linear_scale(4, max(18.0, math.ceil(highest / 4) * 4), count=7),
+        linear_scale(0, max(20.0, math.ceil(highest / 5) * 5), count=4),
         title,
         Margins(top=26),
     )
@@ -312,9 +312,7 @@ def _rates(by: Mapping[str, Cell], width: float, height: float) -> str:
     )
     plot.axes("")
     for index, (prompt_set, label) in enumerate(SETS.items()):
-        plot.text(
-            plot.at_x(index + 0.5), plot.bottom + 18, f"accepted, {label}", "axis", anchor="middle"
-        )
+        plot.text(plot.at_x(index + 0.5), plot.bottom + 18, label, "axis", anchor="middle")
         for place, name in enumerate(names):
             cell = by[name]
             x = index + (place + 1) / (len(names) + 1)
