@@ -15,7 +15,8 @@ from data_prep.config import DataConfig
 from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
-BUILT_IN_INITS = ("random", "last_layer")  # of head.init; anything else is a directory
+# Of head.init; anything else is a directory.
+BUILT_IN_INITS = ("random", "target_norm", "last_layer")
 LossKind = Literal[
     "soft_ce", "forward_kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "expected_length"
 ]
@@ -60,7 +61,8 @@ class HeadConfig:
 
     kind: Literal["mtp", "eagle", "eagle3"] = "mtp"  # the last two as published: little is open
     num_layers: Literal[1, 2] = 1  # decoder layers behind the projection
-    init: str = "random"  # random, last_layer, or a native head directory to go on from
+    # random, target_norm, last_layer, or a native head directory to go on from
+    init: str = "random"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     first_embedding_mask: bool = True

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +97,8 @@ class TrainInputs:
     samples: SampleSource
     kept_ids: torch.Tensor | None  # int64: the loss's sub-vocabulary; None = everything
     fingerprint: Mapping[str, Any]  # what besides the configuration decides the result
+    # Sample index -> fp32 [T], the target's log-sum-exp; the trainer adds what it had to compute.
+    normalisers: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
 
 # Keys that older runs do not have in their records, where at the default they did the same.
@@ -155,7 +157,7 @@ class Trainer:
             ids_W = inputs.initial.get(DRAFT_VOCAB_NAME)
             self._draft_target = DraftTarget.of(inputs.lm_head_VD, ids_W)
         self._needs_lse = self._sampler is not None or inputs.spec.draft_vocab is not None
-        self._target_lse: dict[int, torch.Tensor] = {}  # sample -> fp32 [T]; kept over epochs
+        self._target_lse = inputs.normalisers  # kept over epochs
         self._clock = PhaseClock(group.device)
 
     def train(self) -> TrainReport:

@@ -23,6 +23,7 @@ from mtp_train.features.target import cache_directory, target_directory, target_
 from mtp_train.heads.init import OwnHead, initialise, make_head_spec, read_initial_head
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.metrics import Best, TrainReport, Validator
+from mtp_train.normalisers import NormaliserKey, load_normalisers, save_normalisers
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.targets import open_target
 from mtp_train.train_loop import Trainer, TrainInputs, ignore
@@ -66,7 +67,10 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
         return _report(group.broadcast_object(record.outputs()))
     if group.is_leader:
         record.start()
+    num_known = len(inputs.normalisers)
     report = trainer.train()
+    if len(inputs.normalisers) > num_known:
+        _keep_normalisers(config, inputs, group=group)
     if group.is_leader:
         record.finish(_outputs(report))
     group.barrier()
@@ -165,6 +169,10 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             size=config.loss.sub_vocab_size,
             vocab_size=target_config.vocab_size,
         )
+    normalisers: dict[int, torch.Tensor] = {}
+    if (kept is not None and config.loss.logit_weight) or draft_vocab is not None:
+        key = _normaliser_key(config, samples, lm_head)
+        normalisers = load_normalisers(samples.path, key, samples.sample_ids)
     inputs = TrainInputs(
         spec=spec,
         initial=initial,
@@ -172,6 +180,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         lm_head_VD=lm_head,
         samples=samples,
         kept_ids=kept,
+        normalisers=normalisers,
         fingerprint={
             "target": fingerprint,
             "features": samples.manifest.fingerprint.digest(),
@@ -200,6 +209,25 @@ def choose_draft_vocab(
     coverage = covered_share(counts_V, ids_W)
     logger.info("drafts from the %d most frequent answer tokens: %.2f %%", size, 100 * coverage)
     return ids_W, DraftVocab(size=size, coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
+
+
+def _keep_normalisers(config: Config, inputs: TrainInputs, *, group: ProcessGroup) -> None:
+    """Beside the store, for other runs over it (:mod:`mtp_train.normalisers`)."""
+    samples = inputs.samples
+    assert isinstance(samples, FeatureReader), "open_inputs reads a feature store"
+    key = _normaliser_key(config, samples, inputs.lm_head_VD)
+    save_normalisers(samples.path, key, samples.sample_ids, inputs.normalisers, rank=group.rank)
+
+
+def _normaliser_key(
+    config: Config, samples: FeatureReader, lm_head_VD: torch.Tensor
+) -> NormaliserKey:
+    return NormaliserKey(
+        features=samples.manifest.fingerprint.digest(),
+        dtype=str(lm_head_VD.dtype).removeprefix("torch."),
+        device=lm_head_VD.device.type,
+        row_chunk=config.loss.row_chunk,
+    )
 
 
 def frequent_answer_ids(

@@ -2,13 +2,14 @@
 
 ``random``: truncated normal with the target's own ``initializer_range``, norms at one, a bias at
 zero.
+``target_norm``: the same, but with the target's final norm as the head's.
 ``last_layer``: the target's last decoder layer (its last two), its final norm as the head's final
 norm, and an ``eh_proj`` that passes the hidden state through unchanged. Of EAGLE-3: an ``fc`` that
 passes the last residual stream through, attention that does not see the embedding yet, and
 ``hidden_norm`` as the layer's first norm.
 A directory: the weights of a head of the same shape, which training goes on from.
 
-An ``lm_head`` of the head's own starts from the target's rows in the first two.
+An ``lm_head`` of the head's own starts from the target's rows in all but the last.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def initialise(
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
 
-    ``read_target`` returns a tensor of the target's checkpoint by its Hugging Face name; it is only
-    called for ``last_layer``; the other ``method`` is ``random``. ``own_head`` is required where
-    the head has an ``lm_head`` of its own. The values depend on these, ``seed`` and the tensors'
-    names alone.
+    ``method``: ``random``, ``target_norm`` or ``last_layer``. ``read_target`` returns a tensor of
+    the target's checkpoint by its Hugging Face name; it is not called for ``random``. ``own_head``
+    is required where the head has an ``lm_head`` of its own. The values depend on these, ``seed``
+    and the tensors' names alone.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -123,6 +124,8 @@ def initialise(
         tensors[name] = values
     if method == "last_layer":
         _copy_last_layer(spec, tensors, num_target_layers, read_target)
+    if method != "random" and spec.norms.final:
+        tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
     return tensors
 
 
@@ -167,8 +170,6 @@ def _copy_last_layer(
             if values.shape != tensors[name].shape:  # q, k, v of EAGLE-3 read the embedding too
                 values = torch.cat((torch.zeros_like(values), values), dim=1)
             tensors[name] = values
-    if spec.norms.final:
-        tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
     identity, zero = torch.eye(width), torch.zeros(width, width)
     if spec.kind == "eagle3":
         norm = tensors["layers.0.input_layernorm.weight"]

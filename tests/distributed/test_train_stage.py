@@ -105,6 +105,23 @@ def test_a_finished_run_is_left_alone(trained):
     assert len(list(read_events(run / "events.jsonl", event="start"))) == 1
 
 
+def test_another_run_over_the_store_takes_the_targets_normalisers_from_it(trained):
+    config, _, _ = trained
+    group = SingleProcessGroup(torch.device("cpu"))
+    inputs, _ = open_inputs(dataclasses.replace(config, seed=7), group=group)
+    assert sorted(inputs.normalisers) == list(range(12))
+    for index, values_T in inputs.normalisers.items():
+        sample = inputs.samples.get(index, dtype=torch.float32)
+        rows = sample.loss_mask[2:].nonzero()[:, 0] + 1
+        assert torch.equal(values_T.isfinite().nonzero()[:, 0], rows)
+        wanted = torch.logsumexp(sample.hidden[rows] @ inputs.lm_head_VD.t(), -1)
+        torch.testing.assert_close(values_T[rows], wanted)
+    chunked = dataclasses.replace(config, loss=dataclasses.replace(config.loss, row_chunk=7))
+    assert open_inputs(chunked, group=group)[0].normalisers == {}
+    full = dataclasses.replace(config, loss=LossConfig())
+    assert open_inputs(full, group=group)[0].normalisers == {}
+
+
 def test_training_starts_from_the_targets_own_storage_and_the_chosen_head(trained):
     config, _, _ = trained
     inputs, validator = open_inputs(config, group=SingleProcessGroup(torch.device("cpu")))

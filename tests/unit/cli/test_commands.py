@@ -100,7 +100,11 @@ def test_every_example_of_the_help_is_a_valid_configuration(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_a_valid_configuration(recipe: str) -> None:
+def test_every_recipe_is_a_valid_configuration(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "norms-short_chats" / "data").mkdir(parents=True)  # of experiment=norms
+    monkeypatch.chdir(tmp_path)
     config = compose("train", [f"experiment={recipe}", "target.path=/models/llama"])
     assert config.run.name == recipe
 
@@ -221,10 +225,16 @@ def test_a_refusal_on_the_way_is_one_message_with_the_traceback_on_disk(
 
 def compose(command: str, arguments: list[str]) -> Config:
     import hydra
-    from omegaconf import OmegaConf
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf, open_dict
 
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(app.CONF_DIR)):
-        raw = hydra.compose(config_name=f"mtp_{command}", overrides=arguments)
+        raw = hydra.compose(
+            config_name=f"mtp_{command}", overrides=arguments, return_hydra_config=True
+        )
+    HydraConfig.instance().set_config(raw)  # what ${hydra:...} reads in a command
+    with open_dict(raw):
+        del raw["hydra"]
     values = OmegaConf.to_container(raw, resolve=True)
     assert isinstance(values, dict)
     return load_config({str(key): value for key, value in values.items()})

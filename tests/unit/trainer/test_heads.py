@@ -273,6 +273,17 @@ def test_random_start_has_the_targets_spread_and_depends_on_the_seed_alone():
     assert all(torch.equal(t, tensors[n]) for n, t in _fresh(spec, "random").items())
 
 
+def test_target_norm_start_differs_from_a_random_one_in_the_final_norm_alone():
+    spec = tiny_spec()
+    final = torch.rand(spec.hidden_size).bfloat16()
+    tensors = _fresh(spec, "target_norm", {"model.norm.weight": final}.__getitem__)
+    for name, tensor in _fresh(spec, "random").items():
+        wanted = final.float() if name == "norm.weight" else tensor
+        assert torch.equal(tensors[name], wanted), name
+    bare = tiny_spec(norms=NormPlacement(final=False))
+    assert "norm.weight" not in _fresh(bare, "target_norm")
+
+
 @pytest.mark.parametrize(
     ("concat", "num_layers"), [("embedding_hidden", 1), ("hidden_embedding", 2)]
 )

@@ -1,0 +1,1 @@
+"""Experiments whose results the documentation states: runs in, committed figures out."""
