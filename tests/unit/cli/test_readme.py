@@ -28,7 +28,9 @@ def unknown_commands(text: str) -> list[str]:
     names = {word for c in COMMANDS for word in (c.name, c.typed.split()[0])}
     targets = set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.M))
     used = re.findall(r"\bmtp ([a-z]+(?:-[a-z]+)*)|\bmtp_train\.([a-z_]+)(?=[ `\n])", code)
-    wrong = [f"mtp {name}" for pair in used for name in pair if name and name not in names]
+    modules = {path.stem for path in (ROOT / "mtp_train").glob("*.py")}
+    wrong = [f"mtp {name}" for name, _ in used if name and name not in names]
+    wrong += [f"mtp_train.{name}" for _, name in used if name and name not in names | modules]
     made = re.findall(r"\bmake ([a-z]+)", code)
     return wrong + [f"make {name}" for name in made if name not in targets]
 
@@ -42,7 +44,13 @@ def test_every_command_of_the_readme_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["```\nmtp evaluate run.name=a\n```", "`make interp`", "```bash\nmake tset\n```"]
+    "text",
+    [
+        "```\nmtp evaluate run.name=a\n```",
+        "`make interp`",
+        "```bash\nmake tset\n```",
+        "```\npython -m mtp_train.nothing --help\n```",
+    ],
 )
 def test_an_unknown_command_would_be_found(text: str) -> None:
     assert len(unknown_commands(text)) == 1

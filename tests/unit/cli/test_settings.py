@@ -180,7 +180,10 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"generate\.head=h with generate\.draft_model: one of them drafts",
         ),
         ({"runtime.schedule": "draft_target"}, r"schedule=draft_target: name the model"),
-        ({"head.init": "nowhere"}, r"head\.init='nowhere': must be random, last_layer or a head"),
+        (
+            {"head.init": "nowhere"},
+            r"head\.init='nowhere': must be random, target_norm, last_layer",
+        ),
         (
             {"head.kind": "eagle3"},
             r"head\.first_embedding_mask=true with head\.kind=eagle3: .* has false; .* head=eagle3",
