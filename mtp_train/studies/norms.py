@@ -45,12 +45,13 @@ from mtp_train.targets import open_target
 from mtp_train.validate.measure import acceptance_sums, decode_waves, make_requests
 from mtp_train.validate.subject import open_subject
 from mtp_train.validate.unroll import HiddenSequence, training_drafts
+from runtime.config import EngineConfig
 from runtime.cpu import set_threads
 from runtime.engine import Engine
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import load_head
 from runtime.models.config import load_config as load_target_config
-from runtime.models.loader import Checkpoint, fingerprint_target
+from runtime.models.loader import Checkpoint, Target, fingerprint_target
 
 logger = logging.getLogger(__name__)
 
@@ -160,24 +161,29 @@ def answer_prompts(
         ],
         "long_prompts": long_prompts(long_set, settings.long_prompts),
     }
-    answers = {}
-    for name, chosen in prompts.items():
-        requests = make_requests(chosen, max_tokens=settings.max_tokens)
-        generations = decode_waves(target, requests, engine_config=config.runtime)
-        sequences = [(*g.prompt_ids, *g.output_ids) for g in generations]
-        longest = max(len(ids) for ids in sequences)
-        fitting = dataclasses.replace(
-            config.runtime,
-            max_model_len=longest + 1,
-            num_pages=2 + longest // config.runtime.page_size,
-        )
-        engine = Engine(target.model, config=fitting)
-        states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
-        answers[name] = [
-            Answer(len(generation.prompt_ids), torch.tensor(ids), states[index])
-            for index, (generation, ids) in enumerate(zip(generations, sequences, strict=True))
-        ]
-    return answers
+    return {
+        name: answer(target, chosen, config.runtime, max_tokens=settings.max_tokens)
+        for name, chosen in prompts.items()
+    }
+
+
+def answer(
+    target: Target, prompts: Sequence[Sequence[int]], runtime: EngineConfig, *, max_tokens: int
+) -> list[Answer]:
+    """Greedy answers, and the states of a forward over prompt and answer."""
+    requests = make_requests(prompts, max_tokens=max_tokens)
+    generations = decode_waves(target, requests, engine_config=runtime)
+    sequences = [(*g.prompt_ids, *g.output_ids) for g in generations]
+    longest = max(len(ids) for ids in sequences)
+    fitting = dataclasses.replace(
+        runtime, max_model_len=longest + 1, num_pages=2 + longest // runtime.page_size
+    )
+    engine = Engine(target.model, config=fitting)
+    states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
+    return [
+        Answer(len(generation.prompt_ids), torch.tensor(ids), states[index])
+        for index, (generation, ids) in enumerate(zip(generations, sequences, strict=True))
+    ]
 
 
 def save_answers(file: Path, answers: Answers) -> None:
