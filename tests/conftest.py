@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,29 @@ def _levels_of_logs() -> Iterator[None]:
     yield
     for package in ("mtp_train", "data_prep", "runtime"):
         logging.getLogger(package).setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests have cache folders of their own; the library in them is one file."""
+    from runtime import kernel_library
+
+    compile_into, flags = kernel_library._compile, kernel_library._FLAGS
+    shared = tmp_path_factory.mktemp("kernels")
+
+    def link_into(compiler: str, directory: Path) -> Path:
+        if (compiler, kernel_library._FLAGS) != (shutil.which("g++"), flags):  # a test's own
+            return compile_into(compiler, directory)
+        library = compile_into(compiler, shared)
+        directory.mkdir(parents=True, exist_ok=True)
+        linked = directory / library.name
+        if not linked.exists():
+            linked.hardlink_to(library)
+        return linked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_library, "_compile", link_into)
+        yield
 
 
 def _skip_without_gpu(items: Iterable[pytest.Item]) -> None:
