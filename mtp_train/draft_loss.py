@@ -23,8 +23,9 @@ import torch
 
 from mtp_train.config import LossConfig
 from mtp_train.losses import LossParts
+from mtp_train.losses.objective import ActivePairs
+from mtp_train.losses.softmax import log_sum_exp
 from mtp_train.packing import HeadBatch
-from mtp_train.rows import take_rows
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,17 @@ def draft_head_loss(
     config: LossConfig,
 ) -> LossParts:
     """Loss sums of one packed batch; ``lm_head_WD`` is the head's own and gets a gradient."""
-    pairs = list(zip(states, batch.steps, strict=True))
-    state_AD = torch.cat([take_rows(state, step.active_A) for state, step in pairs])
-    weight_A = torch.cat(
-        [
-            torch.full((step.active_A.numel(),), config.step_decay**k, device=state_AD.device)
-            for k, (_, step) in enumerate(pairs)
-        ]
-    )
-    lses = [step.target_lse_A for _, step in pairs if step.target_lse_A is not None]
+    pairs = ActivePairs.of(states, batch, step_decay=config.step_decay)
     loss = draft_cross_entropy_sum(
-        state_AD,
-        torch.cat([step.target_AD for _, step in pairs]),
-        weight_A,
+        pairs.state_AD,
+        pairs.target_AD,
+        pairs.weight_A,
         lm_head_WD,
         target,
         row_chunk=config.row_chunk,
-        target_lse_A=torch.cat(lses) if lses else None,
+        target_lse_A=pairs.target_lse_A,
     )
-    none = torch.zeros((), device=state_AD.device)
+    none = torch.zeros((), device=loss.device)
     return LossParts(config.logit_weight * loss, none, loss.detach())
 
 
@@ -125,14 +118,10 @@ class _DraftCrossEntropy(torch.autograd.Function):
             target_logits = g @ target_head.t()
             mass_R = torch.ones(len(h), device=h.device)
             if target_lse is not None:
-                mass_R = (
-                    (torch.logsumexp(target_logits.float(), -1) - target_lse[rows])
-                    .exp()
-                    .clamp_(max=1.0)
-                )
+                mass_R = (log_sum_exp(target_logits) - target_lse[rows]).exp().clamp_(max=1.0)
             p = torch.softmax(target_logits, -1)
             logits = h @ lm_head.t()
-            lse = torch.logsumexp(logits.float(), -1)
+            lse = log_sum_exp(logits)
             q = torch.softmax(logits, -1)
             total = p.sum(-1, dtype=torch.float32)  # 1 up to rounding, as in losses
             loss_R = mass_R * (total * lse - (p * logits).sum(-1, dtype=torch.float32))

@@ -36,6 +36,35 @@ class LossParts:
     logit: torch.Tensor
 
 
+@dataclass(frozen=True)
+class ActivePairs:
+    """The rows of all unroll steps that carry loss, one step after the other."""
+
+    state_AD: torch.Tensor
+    target_AD: torch.Tensor
+    weight_A: torch.Tensor  # fp32: beta^k
+    target_lse_A: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, states: Sequence[torch.Tensor], batch: HeadBatch, *, step_decay: float
+    ) -> ActivePairs:
+        """``states`` are the head's, one tensor per unroll step."""
+        pairs = list(zip(states, batch.steps, strict=True))
+        state_AD = torch.cat([take_rows(state, step.active_A) for state, step in pairs])
+        weights = [
+            torch.full((step.active_A.numel(),), step_decay**k, device=state_AD.device)
+            for k, (_, step) in enumerate(pairs)
+        ]
+        lses = [step.target_lse_A for _, step in pairs if step.target_lse_A is not None]
+        return cls(
+            state_AD,
+            torch.cat([step.target_AD for _, step in pairs]),
+            torch.cat(weights),
+            torch.cat(lses) if lses else None,
+        )
+
+
 def loss_weight(num_active: Sequence[int], *, step_decay: float) -> float:
     """``sum_k beta^k * active pairs at step k``: what a sum of losses is divided by."""
     return sum(step_decay**k * count for k, count in enumerate(num_active))
@@ -54,29 +83,20 @@ def head_loss(
 
     With ``group`` every rank passes the same batch and its own part of ``lm_head``'s rows.
     """
-    pairs = list(zip(states, batch.steps, strict=True))
-    state_AD = torch.cat([take_rows(state, step.active_A) for state, step in pairs])
-    target_AD = torch.cat([step.target_AD for _, step in pairs])
-    weight_A = torch.cat(
-        [
-            torch.full((step.active_A.numel(),), config.step_decay**k, device=state_AD.device)
-            for k, (_, step) in enumerate(pairs)
-        ]
-    )
-    lses = [step.target_lse_A for _, step in pairs if step.target_lse_A is not None]
-    hidden = logit = torch.zeros((), device=state_AD.device)
+    pairs = ActivePairs.of(states, batch, step_decay=config.step_decay)
+    hidden = logit = torch.zeros((), device=pairs.state_AD.device)
     if config.hidden_weight:
-        hidden = smooth_l1_sum(state_AD, target_AD, weight_A)
+        hidden = smooth_l1_sum(pairs.state_AD, pairs.target_AD, pairs.weight_A)
     if config.logit_weight:
         is_coupled = config.kind == "expected_length"
         logit = distribution_loss_sum(
-            state_AD,
-            target_AD,
-            weight_A,
+            pairs.state_AD,
+            pairs.target_AD,
+            pairs.weight_A,
             lm_head_VD,
             formula=row_formula(config),
             chunks=ChunkSizes(config.row_chunk, config.vocab_chunk),
-            target_lse_A=torch.cat(lses) if lses else None,
+            target_lse_A=pairs.target_lse_A,
             sub_vocab=sub_vocab,
             coupling=ExpectedLength(batch.steps, config.step_decay) if is_coupled else None,
             group=group,
