@@ -167,7 +167,7 @@ class LlamaModel(Model):
     @functools.cached_property
     def screened_head(self) -> ScreenedLinear | None:
         """``lm_head`` for drafts that ask for its best outputs alone, where that pays; made once,
-        at the first head.
+        at the first draft that does.
         """
         return ScreenedLinear.of(self.lm_head) if self.group.world_size == 1 else None
 

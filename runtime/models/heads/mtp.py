@@ -32,6 +32,7 @@ from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight
 from runtime.parallel_layers import RowParallelLinear, vocabulary_of
+from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import portion_shard, share_block
 
 
@@ -74,7 +75,6 @@ class MtpHead(DraftModel):
         if spec.draft_vocab is not None:
             self.draft_vocab_ids = tensors[DRAFT_VOCAB_NAME].to(self.device)
         self._take_lm_head(take)
-        self._screened = target.screened_head if self.lm_head is target.lm_head else None
 
     def _take_inputs(self, take: TensorSource) -> None:
         """What comes before the decoder layers."""
@@ -161,14 +161,19 @@ class MtpHead(DraftModel):
         """``[M, W]`` of rows that ``forward`` returned."""
         return self.vocabulary.gather(self.lm_head(self.state_for_logits(hidden_MD)))
 
+    @property
+    def _screened(self) -> ScreenedLinear | None:
+        return self._target.screened_head if self.lm_head is self._target.lm_head else None
+
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self._target.argmax(logits_MV)
 
     @torch.inference_mode()
     def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
-        if self._screened is None or not self._screened.pays(len(hidden_MD), count):
+        screened = self._screened if ScreenedLinear.pays(len(hidden_MD), count) else None
+        if screened is None:
             return super().best_columns(hidden_MD, count)
-        return self._screened.best(self.state_for_logits(hidden_MD), count)
+        return screened.best(self.state_for_logits(hidden_MD), count)
 
     def state_for_logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """What ``lm_head`` reads, from rows that ``forward`` returned.
