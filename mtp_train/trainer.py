@@ -121,10 +121,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         if serving_dtype == dtype:
             embedding, lm_head = target.model.embedding_VD, lm_head_weight(target.model)
     if embedding is None or lm_head is None:
-        embedding = checkpoint.read("model.embed_tokens.weight", dtype=dtype, device=group.device)
-        lm_head = embedding
-        if not target_config.tie_word_embeddings:
-            lm_head = checkpoint.read("lm_head.weight", dtype=dtype, device=group.device)
+        embedding, lm_head = checkpoint.read_vocabulary(dtype=dtype, device=group.device)
         if validator is not None and is_inline:
             shared = {tensor.data_ptr(): tensor.nbytes for tensor in (embedding, lm_head)}
             logger.info(
@@ -204,11 +201,19 @@ def choose_draft_vocab(
             f"head.draft_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
             "(0 drafts from all of it)"
         )
+    ids_W, coverage = _most_frequent(rows, size, vocab_size, what="drafts from")
+    return ids_W, DraftVocab(size=size, coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
+
+
+def _most_frequent(
+    rows: Iterable[tuple[np.ndarray, np.ndarray]], size: int, vocab_size: int, *, what: str
+) -> tuple[torch.Tensor, float]:
+    """Ids (int64, ascending) and the share of the answer tokens that they are."""
     counts_V = count_answer_tokens(rows, vocab_size=vocab_size)
     ids_W = most_frequent(counts_V, size)
-    coverage = covered_share(counts_V, ids_W)
-    logger.info("drafts from the %d most frequent answer tokens: %.2f %%", size, 100 * coverage)
-    return ids_W, DraftVocab(size=size, coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
+    share = covered_share(counts_V, ids_W)
+    logger.info("%s the %d most frequent answer tokens: %.2f %%", what, size, 100 * share)
+    return ids_W, share
 
 
 def _keep_normalisers(config: Config, inputs: TrainInputs, *, group: ProcessGroup) -> None:
@@ -243,11 +248,7 @@ def frequent_answer_ids(
             f"loss.sub_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
             "(0 uses all of it)"
         )
-    counts_V = count_answer_tokens(rows, vocab_size=vocab_size)
-    kept = most_frequent(counts_V, size)
-    covered = covered_share(counts_V, kept)
-    logger.info("loss over the %d most frequent answer tokens: %.2f %%", size, 100 * covered)
-    return kept
+    return _most_frequent(rows, size, vocab_size, what="loss over")[0]
 
 
 def _open_samples(store: Path, token_set: TokenSet, layer_ids: tuple[int, ...]) -> FeatureReader:

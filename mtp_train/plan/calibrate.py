@@ -124,10 +124,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
     checkpoint = Checkpoint(
         directory, model_config.tensor_shapes(), tied=model_config.tie_word_embeddings
     )
-    embedding = checkpoint.read("model.embed_tokens.weight", dtype=dtype, device=device)
-    lm_head = embedding
-    if not model_config.tie_word_embeddings:
-        lm_head = checkpoint.read("lm_head.weight", dtype=dtype, device=device)
+    embedding, lm_head = checkpoint.read_vocabulary(dtype=dtype, device=device)
     count = max(1, round(_SMALL_TOKENS[device.type] / rows.num_tokens))
     full = replace(config.loss, num_unroll_steps=1, sub_vocab_size=0)
     columns = min(config.loss.sub_vocab_size or LARGEST_HOT, facts.vocab_size // 4)

@@ -43,6 +43,7 @@ from mtp_train.run_dir import describe_machine, read_json, write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.targets import open_target
 from mtp_train.validate.measure import acceptance_sums, decode_waves, make_requests
+from mtp_train.validate.replay import walk_output
 from mtp_train.validate.subject import open_subject
 from mtp_train.validate.unroll import HiddenSequence, training_drafts
 from runtime.config import EngineConfig
@@ -221,10 +222,9 @@ class Meter:
         checkpoint = Checkpoint(directory, shapes.tensor_shapes(), tied=shapes.tie_word_embeddings)
         self._dtype = target_dtype(config.target, torch.device("cpu"))
         self._fingerprint = fingerprint_target(directory, cache_dir=cache)
-        self._embedding_VD = self._read(checkpoint, "model.embed_tokens.weight")
-        self._lm_head_VD = self._embedding_VD
-        if not shapes.tie_word_embeddings:
-            self._lm_head_VD = self._read(checkpoint, "lm_head.weight")
+        self._embedding_VD, self._lm_head_VD = checkpoint.read_vocabulary(
+            dtype=self._dtype, device=torch.device("cpu")
+        )
         diagonal_D = _conditioning(config).diagonal(shapes.hidden_size)
         self._answers = {
             name: [
@@ -233,9 +233,6 @@ class Meter:
             ]
             for name, items in answers.items()
         }
-
-    def _read(self, checkpoint: Checkpoint, name: str) -> torch.Tensor:
-        return checkpoint.read(name, dtype=self._dtype, device=torch.device("cpu"))
 
     @torch.inference_mode()
     def replay(self, head_dir: Path) -> dict[str, Counts]:
@@ -285,13 +282,8 @@ def walk(output_ids: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
 
     ``drafts[s - 1]``: what was drafted for output index ``s``; index 0 comes from prefill.
     """
-    steps = accepted = 0
-    position = 1
-    while position < len(output_ids):
-        is_right = drafts[position - 1] == output_ids[position]
-        steps, accepted = steps + 1, accepted + is_right
-        position += 1 + is_right
-    return steps, accepted
+    steps = walk_output(output_ids, [(token,) for token in drafts])
+    return len(steps), sum(step.num_accepted for step in steps)
 
 
 def long_prompts(token_set: Path, count: int) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ Shape legend: S starts of one generation, K steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +70,20 @@ def walk(generation: Generation, drafts_SK: Sequence[Sequence[int]]) -> list[Rep
     Tokens that the runtime decoded without drafting (it does while a prompt shares the batch) are
     skipped.
     """
-    output = generation.output_ids
-    undrafted = undrafted_tokens(generation)
+    return walk_output(generation.output_ids, drafts_SK, skipped=undrafted_tokens(generation))
+
+
+def walk_output(
+    output: Sequence[int],
+    drafts_SK: Sequence[Sequence[int]],
+    *,
+    skipped: Collection[int] = frozenset(),
+) -> list[ReplayedStep]:
+    """The steps over an output; indices of it that are ``skipped`` were emitted by none."""
     steps = []
     position = 1
     while position < len(output):
-        if position in undrafted:
+        if position in skipped:
             position += 1
             continue
         drafted = drafts_SK[position - 1]

@@ -182,6 +182,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         self._file_of: dict[str, Path] = {}
+        self._is_tied = tied
         found: dict[str, tuple[int, ...]] = {}
         for file in weight_files(path):
             if not file.is_file():
@@ -224,6 +225,15 @@ class Checkpoint:
             before = (slice(None),) * shard.dim
             part = shard.assemble(lambda start, stop: stored[(*before, slice(start, stop))], shape)
             return part.to(device=device, dtype=dtype)
+
+    def read_vocabulary(
+        self, *, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and ``lm_head``, ``[V, D]`` each; one tensor where they are tied."""
+        embedding_VD = self.read("model.embed_tokens.weight", dtype=dtype, device=device)
+        if self._is_tied:
+            return embedding_VD, embedding_VD
+        return embedding_VD, self.read("lm_head.weight", dtype=dtype, device=device)
 
     def read_stored(self, name: str) -> torch.Tensor:
         """One tensor as it is stored, on the host; nothing of the file stays mapped."""
