@@ -22,12 +22,11 @@ import torch
 from mtp_train import checkpoint
 from mtp_train.attention import choose_attention
 from mtp_train.checkpoint import Observer, TrainerState
-from mtp_train.config import Config, LossConfig, TrainerConfig
+from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup
 from mtp_train.draft_loss import DraftTarget, draft_head_loss
 from mtp_train.errors import StageRefusedError
 from mtp_train.feature_noise import add_uniform_noise
-from mtp_train.features.target import target_dtype
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, TailSampler, head_loss, loss_weight
 from mtp_train.losses import target_log_normaliser as log_normaliser
@@ -44,6 +43,7 @@ from mtp_train.packing import (
     split_step,
 )
 from mtp_train.phases import PhaseClock
+from mtp_train.resume_settings import deciding_settings
 from mtp_train.run_dir import PARITY_NAME, RunDirectory
 from mtp_train.sequence_parallel import (
     ALONE,
@@ -59,17 +59,6 @@ from runtime.parallel import TorchProcessGroup
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
-
-# settings of `trainer` that change no step, or only how it is computed
-_FREE_TO_CHANGE = (
-    "activation_checkpointing",
-    "attention",
-    "checkpoint_every",
-    "keep_last",
-    "log_every",
-    "wandb",
-    "tensorboard",
-)
 
 
 class TrainingDivergedError(StageRefusedError):
@@ -99,10 +88,6 @@ class TrainInputs:
     fingerprint: Mapping[str, Any]  # what besides the configuration decides the result
     # Sample index -> fp32 [T], the target's log-sum-exp; the trainer adds what it had to compute.
     normalisers: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
-
-
-# Keys that older runs do not have in their records, where at the default they did the same.
-_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience", "own_tokens", "sequence_parallel")
 
 
 def ignore(_: str) -> None:
@@ -219,33 +204,11 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """Settings that a continuation must share for its steps to be the same."""
-        trainer = _without_later_defaults(self._config.trainer)
-        for name in _FREE_TO_CHANGE:
-            del trainer[name]
-        trainer["betas"] = list(trainer["betas"])
-        measured: dict[str, Any] = {}  # what decides which head is the best
-        if self._config.trainer.validate_every:
-            validate, runtime = self._config.validate, self._config.runtime
-            dtype = target_dtype(self._config.target, self._group.device)
-            measured = {
-                "validate": {
-                    "k": validate.k,
-                    "num_prompts": validate.num_prompts,
-                    "max_tokens": validate.max_tokens,
-                    "temperature": validate.temperature,
-                    "dtype": str(dtype),
-                },
-                "runtime": {"verify": runtime.verify, "draft_mode": runtime.draft_mode},
-            }
         return {
-            "seed": self._config.seed,
-            "trainer": trainer,
-            "loss": _without_later_defaults(self._config.loss),
-            "zero_stage": self._config.deepspeed.zero_stage,
+            **deciding_settings(self._config, self._group.device),
             "world_size": self._group.world_size,
             "dtype": str(self._dtype),
             "num_samples": len(self._lengths),
-            **measured,
             **self._inputs.fingerprint,
         }
 
@@ -507,12 +470,3 @@ class Trainer:
             save_head(self.head_dir, self._inputs.spec, tensors)
             self._observe("head written")
         self._group.barrier()
-
-
-def _without_later_defaults(section: LossConfig | TrainerConfig) -> dict[str, Any]:
-    defaults = {field.name: field.default for field in dataclasses.fields(section)}
-    return {
-        name: value
-        for name, value in dataclasses.asdict(section).items()
-        if name not in _LATER_KEYS or value != defaults[name]
-    }
