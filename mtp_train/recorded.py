@@ -55,18 +55,23 @@ def read_settings(root: Path) -> dict[str, Any]:
     """``config.yaml`` of a run; empty where there is none. Raises ``ValueError`` naming a damaged
     one.
     """
-    import yaml
-
     file = root / "config.yaml"
     if not file.is_file():
         return {}
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid YAML ({error})") from error
+    values = read_yaml(file)
     if not isinstance(values, dict):
         raise ValueError(f"{file}: expected settings, got {type(values).__name__}")
     return values
+
+
+def read_yaml(file: Path) -> Any:
+    """The content of a YAML file. Raises ``ValueError`` naming a damaged one."""
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid YAML ({error})") from error
 
 
 def recorded_stages(root: Path) -> tuple[RecordedStage, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtp_train.recorded import read_yaml
 from mtp_train.report.facts import RunFacts, Texts
 from mtp_train.report.json_values import mapping, text, whole
 from mtp_train.report.logbook import read_logbook
@@ -64,11 +65,4 @@ def read_run(root: Path, *, max_samples: int) -> RunFacts:
 
 
 def _read_settings(file: Path) -> Mapping[str, Any]:
-    import yaml
-
-    if not file.is_file():
-        return {}
-    try:
-        return mapping(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file}: not valid YAML ({error})") from error
+    return mapping(read_yaml(file)) if file.is_file() else {}
