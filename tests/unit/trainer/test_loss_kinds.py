@@ -146,7 +146,9 @@ def test_distributions_without_overlap_stay_finite(tensors, kind, vocab_chunk, d
 
 
 class LargestTensors(TorchDispatchMode):
-    """How many elements the memory behind each operator's result has, once per piece of memory."""
+    """How many elements the memory behind each operator's result has, once per address: the most,
+    for memory that was given back is used again.
+    """
 
     def __init__(self):
         super().__init__()
@@ -157,7 +159,9 @@ class LargestTensors(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self.sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+                size = storage.nbytes() // tensor.element_size()
+                address = storage.data_ptr()
+                self.sizes[address] = max(size, self.sizes.get(address, 0))
         return out
 
 
