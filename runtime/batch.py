@@ -5,6 +5,7 @@ Rows of all requests are flattened. Shape legend: N rows, B requests, D model wi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,6 +61,12 @@ class ForwardBatch:
     def end(self) -> int:
         """Every position is below it."""
         return max(self.kv_lens)
+
+    @property
+    def may_hold_first(self) -> bool:
+        """Whether a row can be at position 0, as far as the host knows."""
+        is_captured = self.attention_plan is not None  # other lengths will follow
+        return is_captured or any(map(operator.eq, self.q_lens, self.kv_lens))
 
 
 def build_batch(

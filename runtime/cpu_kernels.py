@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
+from runtime.verify import Verified
 
 MOST_BEST, MOST_ROWS = 8, 4  # of best_outputs
 MAX_GROUP = 96  # query heads per key/value head that the attention kernel's tile holds
@@ -72,6 +73,9 @@ class CpuKernels(BlockOps):
             for dtype, suffix in _SUFFIXES.items()
         }
         self._has_screen = bool(library.has_screen())
+        self._accept_chains = library.accept_chains
+        self._accept_chains.argtypes = (_P, _P, _L, _L, _P, _P, _P)
+        self._accept_chains.restype = None
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`linear` and :meth:`run_blocks` are at home on this processor."""
@@ -135,6 +139,24 @@ class CpuKernels(BlockOps):
             logits_MV.data_ptr(), ids_M.data_ptr(), *logits_MV.shape
         )
         return ids_M
+
+    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
+        tokens_BK1, draft_ids_BK = tokens_BK1.contiguous(), draft_ids_BK.contiguous()
+        num_requests, num_drafts = draft_ids_BK.shape
+        assert tokens_BK1.shape == (num_requests, num_drafts + 1), "one token more than drafts"
+        assert tokens_BK1.dtype is draft_ids_BK.dtype is torch.int64, "ids are int64"
+        ids_BK1 = torch.empty(num_requests, num_drafts + 1, dtype=torch.int64)
+        num_emitted_B, last_ids_B = torch.empty(2, num_requests, dtype=torch.int64)
+        self._accept_chains(
+            tokens_BK1.data_ptr(),
+            draft_ids_BK.data_ptr(),
+            num_requests,
+            num_drafts,
+            ids_BK1.data_ptr(),
+            num_emitted_B.data_ptr(),
+            last_ids_B.data_ptr(),
+        )
+        return Verified(ids_BK1, num_emitted_B, last_ids_B)
 
     def attend(
         self,

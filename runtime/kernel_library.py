@@ -120,6 +120,9 @@ def _try_kernels(
     yield kernels.silu_mul(x), reference.silu_mul(x)
     yield kernels.argmax(x.flip(1).view(5, 16)), reference.argmax(x.flip(1).view(5, 16))
     yield kernels.add_rms_norm(x.clone(), x, norm), reference.add_rms_norm(x.clone(), x, norm)
+    tokens, drafts = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2], [4, 6]])
+    accepted = kernels.accept_chain(tokens, drafts), reference.accept_chain(tokens, drafts)
+    yield accepted[0].ids_BK1, accepted[1].ids_BK1
     yield from _try_attention(kernels, dtype)
     if kernels.has_products(dtype):
         weight = torch.linspace(-0.3, 0.2, 37 * 40).view(37, 40).to(dtype)

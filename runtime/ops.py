@@ -1,4 +1,4 @@
-"""The small operations between a model's products: one interface, torch or fused CPU kernels.
+"""The small operations between and behind a model's products: one interface, torch or CPU kernels.
 
 Arithmetic is float32 between loads and stores in either. Shape legend: N rows, D model width, X
 heads of any kind, C head width, I MLP width.
@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.sampling import best_tokens
+from runtime.verify import Verified, accept_chain
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class BlockOps(ABC):
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """Best column of each row, int64 ``[M]``; the lowest on a tie."""
         return best_tokens(logits_MV)
+
+    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
+        """As :func:`runtime.verify.accept_chain`."""
+        return accept_chain(tokens_BK1, draft_ids_BK)
 
 
 class TorchOps(BlockOps):

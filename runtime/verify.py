@@ -7,6 +7,7 @@ Shape legend: B requests, K drafts, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,10 @@ class Verified:
     last_ids_B: torch.Tensor
 
 
+AcceptChain = Callable[[torch.Tensor, torch.Tensor], Verified]
+"""The target's tokens ``[B, K+1]`` and drafts ``[B, K]``, int64 -> what was accepted."""
+
+
 def verify_chain(
     mode: VerifyMode,
     target_logits_BKV: torch.Tensor,
@@ -39,18 +44,22 @@ def verify_chain(
     first_positions_B: torch.Tensor,
     *,
     draft_probs_BKV: torch.Tensor | None,
+    accept: AcceptChain | None = None,
 ) -> Verified:
     """Verify K drafts against ``[B, K+1, V]`` target logits.
 
     ``sampling`` has B rows; ``first_positions_B`` is the index of the first token emitted.
     ``draft_probs_BKV`` is the very q that the drafts were sampled from (``None``: arg-maxed drafts,
     one-hot q). ``greedy`` and ``keyed`` differ only in what the caller may ask for (T = 0).
+    ``accept``: :func:`accept_chain` as the model's processor does it best.
     """
     if mode == "rejection":
         return _verify_rejection(
             target_logits_BKV, draft_ids_BK, sampling, first_positions_B, draft_probs_BKV
         )
-    return _verify_keyed(target_logits_BKV, draft_ids_BK, sampling, first_positions_B)
+    return _verify_keyed(
+        target_logits_BKV, draft_ids_BK, sampling, first_positions_B, accept or accept_chain
+    )
 
 
 def _verify_keyed(
@@ -58,6 +67,7 @@ def _verify_keyed(
     draft_ids_BK: torch.Tensor,
     sampling: SamplingTensors,
     first_positions_B: torch.Tensor,
+    accept: AcceptChain,
 ) -> Verified:
     """The target's own keyed draw at every row; a draft is accepted iff it equals the draw."""
     num_requests, num_rows, vocab = target_logits_BKV.shape
@@ -68,10 +78,7 @@ def _verify_keyed(
         positions_BK1 = first_positions_B[:, None] + _arange(num_rows, draft_ids_BK)
         rows = sampling.repeat(num_rows)
         tokens_M = sample(logits_MV, rows, positions_BK1.reshape(-1), Stream.TARGET)
-    tokens_BK1 = tokens_M.view(num_requests, num_rows)
-    matches_BK = draft_ids_BK == tokens_BK1[:, :-1]
-    num_accepted_B = matches_BK.long().cumprod(-1).sum(-1)
-    return _emit(tokens_BK1, num_accepted_B)
+    return accept(tokens_M.view(num_requests, num_rows), draft_ids_BK)
 
 
 def _verify_rejection(
@@ -116,6 +123,12 @@ def _verify_rejection(
     tokens_BK1 = torch.cat([draft_ids_BK, draft_ids_BK[:, -1:]], 1)
     tokens_BK1 = tokens_BK1.scatter(1, num_accepted_B[:, None], new_ids_B[:, None])
     return _emit(tokens_BK1, num_accepted_B)
+
+
+def accept_chain(tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
+    """The target's own tokens up to the first that was not drafted, this one included."""
+    matches_BK = draft_ids_BK == tokens_BK1[:, :-1]
+    return _emit(tokens_BK1, matches_BK.long().cumprod(-1).sum(-1))
 
 
 def _emit(tokens_BK1: torch.Tensor, num_accepted_B: torch.Tensor) -> Verified:

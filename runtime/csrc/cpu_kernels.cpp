@@ -70,6 +70,11 @@ extern "C" {
 EXPORT(float, f32)
 EXPORT(uint16_t, bf16)
 
+void accept_chains(const int64_t* tokens, const int64_t* drafts, long b, long k, int64_t* ids,
+                   int64_t* emitted, int64_t* last) {
+  accept_chain(tokens, drafts, b, k, ids, emitted, last);
+}
+
 // Whether `linear` and `blocks` are at home on this processor: wide vectors, and for bfloat16 its
 // products. Elsewhere the system's library is faster.
 int has_products_f32() {

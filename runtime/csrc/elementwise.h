@@ -120,6 +120,20 @@ int64_t argmax_row(const T* x, long v) {
   return found;
 }
 
+// Of each request the target's tokens [b, k + 1] up to the first that was not drafted [b, k], this one
+// included; -1 behind it.
+inline void accept_chain(const int64_t* tokens, const int64_t* drafts, long b, long k, int64_t* ids,
+                         int64_t* emitted, int64_t* last) {
+  for (; b > 0; b--, tokens += k + 1, ids += k + 1, drafts += k) {
+    long count = 0;
+    while (count < k && drafts[count] == tokens[count]) count++;
+    std::copy_n(tokens, count + 1, ids);
+    std::fill_n(ids + count + 1, k - count, -1);
+    *last++ = tokens[count];
+    *emitted++ = count + 1;
+  }
+}
+
 template <class T>
 void argmax(const T* x, int64_t* ids, long n, long v) {
 #pragma omp parallel for if (n > 1 && n * v > kSerialElements)

@@ -15,6 +15,7 @@ from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.parallel import ProcessGroup
 from runtime.sampling import best_tokens
+from runtime.verify import Verified, accept_chain
 
 
 class Model(ABC):
@@ -60,6 +61,10 @@ class Model(ABC):
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """Best tokens of rows of logits, int64 ``[M]``; the lowest id on a tie."""
         return best_tokens(logits_MV)
+
+    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
+        """As :func:`runtime.verify.accept_chain`."""
+        return accept_chain(tokens_BK1, draft_ids_BK)
 
 
 class DraftModel(Model):

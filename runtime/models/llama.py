@@ -37,6 +37,7 @@ from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
 from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import share_block
+from runtime.verify import Verified
 
 
 class LlamaModel(Model):
@@ -173,6 +174,9 @@ class LlamaModel(Model):
 
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self.ops.argmax(logits_MV)
+
+    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
+        return self.ops.accept_chain(tokens_BK1, draft_ids_BK)
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."

@@ -113,6 +113,7 @@ class MtpSchedule(PlainSchedule):
             sampling,
             upload_ids([start + 1 for start in starts], self.device),
             draft_probs_BKV=draft_probs_BKV,
+            accept=self.target.model.accept_chain,
         )
         self.agree(verified.last_ids_B, verified.num_emitted_B)
         self.last_ids_R.index_copy_(0, rows_B, verified.last_ids_B)

@@ -12,6 +12,7 @@ one).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -129,7 +130,7 @@ class MtpHead(DraftModel):
         backend, ops = self._target.backend, self._target.ops
         plan = backend.plan_once(batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
-        if self.spec.first_embedding_mask:
+        if self.spec.first_embedding_mask and batch.may_hold_first:
             is_first = (batch.positions_N == 0)[:, None]
             embedding_ND = embedding_ND.masked_fill_(is_first, 0.0)
         hidden_ND = batch.hidden_ND.to(self.dtype).contiguous()
@@ -141,7 +142,9 @@ class MtpHead(DraftModel):
             joined = torch.cat((embedding_ND, hidden_ND), dim=-1)
         else:
             joined = torch.cat((hidden_ND, embedding_ND), dim=-1)
-        positions_N = batch.positions_N + self.spec.position_offset
+        positions_N = batch.positions_N
+        if self.spec.position_offset:
+            positions_N = positions_N + self.spec.position_offset
         x_ND = self._project(joined)
         if self.projection_bias is not None:  # whole on every rank: added to the sum, once
             x_ND.add_(self.projection_bias)
@@ -161,9 +164,11 @@ class MtpHead(DraftModel):
         """``[M, W]`` of rows that ``forward`` returned."""
         return self.vocabulary.gather(self.lm_head(self.state_for_logits(hidden_MD)))
 
-    @property
+    @functools.cached_property
     def _screened(self) -> ScreenedLinear | None:
-        return self._target.screened_head if self.lm_head is self._target.lm_head else None
+        if self.lm_head is self._target.lm_head:
+            return self._target.screened_head
+        return ScreenedLinear.of(self.lm_head) if self.group.world_size == 1 else None
 
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self._target.argmax(logits_MV)

@@ -20,6 +20,7 @@ from runtime.layers import RotaryEmbedding, norm_weight
 from runtime.models.config import parse_config
 from runtime.ops import BlockOps, TorchOps
 from runtime.rope import inverse_frequencies
+from runtime.verify import Verified
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, fused_kernels, kernel_cache
 
 CPU = torch.device("cpu")
@@ -183,6 +184,17 @@ def test_a_kernel_that_does_nothing_is_found_before_it_is_used(name, dtype, monk
     monkeypatch.setattr(kernel_library, "CpuKernels", broken)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)  # memory may happen to be right
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
+    with caplog.at_level(logging.WARNING):
+        assert load_kernels(kernel_cache()) is None
+    assert "disagree with torch" in caplog.text
+
+
+def test_an_acceptance_that_does_nothing_is_found_before_it_is_used(monkeypatch, caplog):
+    monkeypatch.setattr(
+        kernel_library.CpuKernels,
+        "accept_chain",
+        lambda self, tokens, drafts: Verified(*(torch.zeros_like(tokens) for _ in range(3))),
+    )
     with caplog.at_level(logging.WARNING):
         assert load_kernels(kernel_cache()) is None
     assert "disagree with torch" in caplog.text

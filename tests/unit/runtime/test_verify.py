@@ -15,7 +15,8 @@ from runtime.sampling import (
     sample,
     token_probs,
 )
-from runtime.verify import verify_chain
+from runtime.verify import accept_chain, verify_chain
+from tests.unit.runtime.model_fixtures import fused_kernels
 
 CPU = torch.device("cpu")
 V = 5
@@ -168,3 +169,16 @@ def test_mutant_residual_without_clamp_is_caught(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(verify_module, "inverse_cdf", from_p)
     assert first_token_g(argmax=False) > 10 * G_LIMIT
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_kernel_accepts_what_torch_does(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    tokens = torch.randint(0, 3, (200, k + 1), generator=generator)
+    ids_BK1 = torch.randint(0, 3, (200, k + 1), generator=generator)
+    got = fused_kernels().accept_chain(tokens, ids_BK1[:, 1:])  # cut out
+    want = accept_chain(tokens, ids_BK1[:, 1:])
+    assert torch.equal(got.ids_BK1, want.ids_BK1)
+    assert torch.equal(got.num_emitted_B, want.num_emitted_B)
+    assert torch.equal(got.last_ids_B, want.last_ids_B)
+    assert len(set(got.num_emitted_B.tolist())) == k + 1, "every count occurs"
