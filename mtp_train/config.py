@@ -103,6 +103,7 @@ class TrainerConfig:
     max_steps: int = 0  # 0 = epochs decide; else exactly so many, epochs repeated as needed
     tokens_per_step: int = 4096  # per optimiser step, over all ranks and accumulation
     gradient_accumulation: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
     schedule: Literal["linear", "cosine", "wsd"] = "linear"
     warmup_share: float = 0.05

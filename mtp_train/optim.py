@@ -48,7 +48,7 @@ class GatedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], *, config: TrainerConfig) -> GatedAdamW:
+def make_adamw(parameters: Iterable[nn.Parameter], *, config: TrainerConfig) -> GatedAdamW:
     """AdamW with weight decay on matrices only (norm weights are kept out)."""
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []

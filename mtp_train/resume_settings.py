@@ -24,7 +24,15 @@ _FREE_TO_CHANGE = (
     "wandb",
     "tensorboard",
 )
-_LATER_KEYS = ("kind", "lk_eta", "feature_noise", "patience", "own_tokens", "sequence_parallel")
+_LATER_KEYS = (
+    "kind",
+    "lk_eta",
+    "feature_noise",
+    "patience",
+    "own_tokens",
+    "sequence_parallel",
+    "optimizer",
+)
 
 
 def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:

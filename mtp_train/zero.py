@@ -20,7 +20,8 @@ import torch.distributed as dist
 from mtp_train.config import TrainerConfig
 from mtp_train.distributed import ProcessGroup
 from mtp_train.heads.mtp import MtpHead
-from mtp_train.optim import GatedAdamW, make_optimizer
+from mtp_train.muon import make_muon
+from mtp_train.optim import GatedAdamW, make_adamw
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.clip_norm,
         "zero_optimization": {"stage": zero_stage},
-        "zero_allow_untested_optimizer": True,  # GatedAdamW is torch's AdamW with a gate
+        "zero_allow_untested_optimizer": True,  # ours are made for its flat pieces
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": dtype == torch.bfloat16},
@@ -77,6 +78,18 @@ def _quiet() -> Iterator[None]:
         logger.debug("deepspeed: %s", text.getvalue())
 
 
+def _make_optimizer(head: MtpHead, *, config: TrainerConfig, group: ProcessGroup) -> GatedAdamW:
+    if config.optimizer == "muon":
+        return make_muon(
+            head.named_parameters(),
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+            ranks=group,
+        )
+    return make_adamw(head.parameters(), config=config)
+
+
 class HeadEngine:
     """One head under DeepSpeed: backward, a checked step, and its whole tensors at any stage."""
 
@@ -99,7 +112,7 @@ class HeadEngine:
         self._bad = torch.zeros((), device=group.device)
         for parameter in self._parameters.values():
             parameter.register_hook(self._watch)
-        self.gate: GatedAdamW = make_optimizer(head.parameters(), config=config)
+        self.gate = _make_optimizer(head, config=config, group=group)
         settings = deepspeed_config(config=config, zero_stage=zero_stage, dtype=dtype)
         with _quiet():
             self.engine: Any = deepspeed.initialize(
@@ -146,7 +159,7 @@ class HeadEngine:
         The norm is that before clipping. All ranks must pass the same ``is_finite``.
         """
         for param_group in self.engine.optimizer.param_groups:
-            param_group["lr"] = learning_rate
+            param_group["lr"] = learning_rate * param_group.get("rate_share", 1.0)
         norm = self._plain_norm() if self._zero_stage == 0 else None
         self.gate.is_closed = not is_finite
         self.engine.step()

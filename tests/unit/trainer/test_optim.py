@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtp_train.config import TrainerConfig
-from mtp_train.optim import learning_rate, make_optimizer
+from mtp_train.optim import learning_rate, make_adamw
 
 
 def rates(total=100, **changes):
@@ -44,7 +44,7 @@ def test_a_single_step_without_warm_up_has_the_full_rate():
 
 def test_closed_gate_keeps_weights_and_moments():
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = make_optimizer([weight], config=TrainerConfig(learning_rate=0.1))
+    optimizer = make_adamw([weight], config=TrainerConfig(learning_rate=0.1))
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     after_one = weight.detach().clone()
@@ -58,7 +58,7 @@ def test_closed_gate_keeps_weights_and_moments():
 
 def test_weight_decay_spares_norm_weights():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([matrix, vector], config=TrainerConfig(weight_decay=0.5))
+    optimizer = make_adamw([matrix, vector], config=TrainerConfig(weight_decay=0.5))
     for parameter in (matrix, vector):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
