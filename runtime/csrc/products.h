@@ -13,11 +13,14 @@ namespace {
 constexpr int kTileRows = 6;             // 6 x 4 accumulators of 32 vector registers
 constexpr long kRowBlock = 192;          // rows of A that stay in the second-level cache
 constexpr long kSerialProducts = 65536;  // below this, starting threads costs more than it saves
+constexpr long kNearWords = 32;          // how far ahead the only pass over weights asks for them
 
 // c (+)= a * b for a tile. a: words of row 0, rows `lda` apart; b[v]: the words of vector v, `step`
-// apart; c: float32 rows `ldc` apart. kAhead further vectors, `ahead`, are asked for on the way. A call
-// of its own: inlined into what becomes of the sums, accumulators would leave their registers.
-template <class Word, int MR, int NV, int kAhead>
+// apart; c: float32 rows `ldc` apart. kAhead further vectors, `ahead`, are asked for on the way: their
+// first words at the end where kIsOnlyPass, and those of b before, so that what is asked for is still in
+// the first-level cache when its turn comes; else all along. A call of its own: inlined into what
+// becomes of the sums, accumulators would leave their registers.
+template <class Word, int MR, int NV, int kAhead, bool kIsOnlyPass = false>
 __attribute__((noinline)) void multiply_tile(const uint32_t* a, long lda, const uint32_t* const* b,
                                              long step, long k, float* c, long ldc,
                                              bool accumulate, const uint32_t* const* ahead) {
@@ -32,18 +35,29 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* a, long lda, const 
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) acc[i][v] = accumulate ? load(c + i * ldc + v * kLanes) : V{};
-  for (long kk = 0; kk < k; kk++) {
-    V column[NV];
+  // Words first .. last - 1, asking for those of `source` that are `shift` further.
+  const auto run = [&](long first, long last, const uint32_t* const* source,
+                       long shift) __attribute__((always_inline)) {
+    for (long kk = first; kk < last; kk++) {
+      V column[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) column[v] = load((const float*)(from[v] + kk * step));
+      for (int v = 0; v < NV; v++) column[v] = load((const float*)(from[v] + kk * step));
 #pragma GCC unroll 4
-    for (int v = 0; v < kAhead; v++) __builtin_prefetch(soon[v] + kk * step);
+      for (int v = 0; v < kAhead; v++) __builtin_prefetch(source[v] + (kk + shift) * step);
 #pragma GCC unroll 8
-    for (int i = 0; i < MR; i++) {
-      const uint32_t word = a[i * lda + kk];
+      for (int i = 0; i < MR; i++) {
+        const uint32_t word = a[i * lda + kk];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) acc[i][v] = Word::multiply_add(acc[i][v], word, column[v]);
+        for (int v = 0; v < NV; v++) acc[i][v] = Word::multiply_add(acc[i][v], word, column[v]);
+      }
     }
+  };
+  if constexpr (kIsOnlyPass) {
+    const long near = std::min(kNearWords, k);
+    run(0, k - near, from, near);
+    run(k - near, k, soon, near - k);
+  } else {
+    run(0, k, soon, 0);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < MR; i++)
@@ -51,17 +65,17 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* a, long lda, const 
     for (int v = 0; v < NV; v++) store(c + i * ldc + v * kLanes, acc[i][v]);
 }
 
-template <class Word, int NV, int kAhead>
+template <class Word, int NV, int kAhead, bool kIsOnlyPass = false>
 void multiply_rows(long rows, const uint32_t* a, long lda, const uint32_t* const* b, long step, long k,
                    float* c, long ldc, bool accumulate, const uint32_t* const* ahead) {
   const auto tile = [&](auto f) { f(a, lda, b, step, k, c, ldc, accumulate, ahead); };
   switch (rows) {
-    case 6: tile(multiply_tile<Word, 6, NV, kAhead>); break;
-    case 5: tile(multiply_tile<Word, 5, NV, kAhead>); break;
-    case 4: tile(multiply_tile<Word, 4, NV, kAhead>); break;
-    case 3: tile(multiply_tile<Word, 3, NV, kAhead>); break;
-    case 2: tile(multiply_tile<Word, 2, NV, kAhead>); break;
-    case 1: tile(multiply_tile<Word, 1, NV, kAhead>); break;
+    case 6: tile(multiply_tile<Word, 6, NV, kAhead, kIsOnlyPass>); break;
+    case 5: tile(multiply_tile<Word, 5, NV, kAhead, kIsOnlyPass>); break;
+    case 4: tile(multiply_tile<Word, 4, NV, kAhead, kIsOnlyPass>); break;
+    case 3: tile(multiply_tile<Word, 3, NV, kAhead, kIsOnlyPass>); break;
+    case 2: tile(multiply_tile<Word, 2, NV, kAhead, kIsOnlyPass>); break;
+    case 1: tile(multiply_tile<Word, 1, NV, kAhead, kIsOnlyPass>); break;
     default: break;
   }
 }
@@ -185,8 +199,8 @@ void linear_tiles(const uint32_t* x, long first, long last, long p, const uint32
     const long rows = std::min(size, last - row), done = (row - first) / size;
     const uint32_t* from = x + row * sink.words;
     if (tiles == 1)
-      multiply_rows<Word, NV, NV>(rows, from, sink.words, b, kLanes, sink.words, sums, NV * kLanes,
-                                  false, ahead);
+      multiply_rows<Word, NV, NV, true>(rows, from, sink.words, b, kLanes, sink.words, sums,
+                                        NV * kLanes, false, ahead);
     else if (done < 2 && done * kShare + kShare <= NV)  // half of them each
       multiply_rows<Word, NV, kShare>(rows, from, sink.words, b, kLanes, sink.words, sums,
                                       NV * kLanes, false, ahead + done * kShare);
