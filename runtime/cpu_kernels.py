@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
+from runtime.spec.shift import ShiftedInputs
 from runtime.verify import Verified
 
 MOST_BEST, MOST_ROWS = 8, 4  # of best_outputs
@@ -76,6 +77,9 @@ class CpuKernels(BlockOps):
         self._accept_chains = library.accept_chains
         self._accept_chains.argtypes = (_P, _P, _L, _L, _P, _P, _P)
         self._accept_chains.restype = None
+        self._shift_chains = library.shift_chains
+        self._shift_chains.argtypes = (_P, _P, _P, _L, _L, _P, _P)
+        self._shift_chains.restype = None
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`linear` and :meth:`run_blocks` are at home on this processor."""
@@ -157,6 +161,24 @@ class CpuKernels(BlockOps):
             last_ids_B.data_ptr(),
         )
         return Verified(ids_BK1, num_emitted_B, last_ids_B)
+
+    def shift_inputs(
+        self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
+    ) -> ShiftedInputs:
+        given = [x.contiguous() for x in (ids_BK1, last_ids_B, num_emitted_B)]
+        assert all(x.dtype is torch.int64 for x in given), "ids and counts are int64"
+        num_requests, num_rows = ids_BK1.shape
+        assert last_ids_B.shape == num_emitted_B.shape == (num_requests,), "one of each a request"
+        ids_N = torch.empty(num_requests * num_rows, dtype=torch.int64)
+        end_rows_B = torch.empty(num_requests, dtype=torch.int64)
+        self._shift_chains(
+            *(x.data_ptr() for x in given),
+            num_requests,
+            num_rows,
+            ids_N.data_ptr(),
+            end_rows_B.data_ptr(),
+        )
+        return ShiftedInputs(ids_N, end_rows_B)
 
     def attend(
         self,

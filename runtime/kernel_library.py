@@ -123,6 +123,8 @@ def _try_kernels(
     tokens, drafts = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2], [4, 6]])
     accepted = kernels.accept_chain(tokens, drafts), reference.accept_chain(tokens, drafts)
     yield accepted[0].ids_BK1, accepted[1].ids_BK1
+    ends = accepted[1].last_ids_B, accepted[1].num_emitted_B
+    yield kernels.shift_inputs(tokens, *ends).ids_N, reference.shift_inputs(tokens, *ends).ids_N
     yield from _try_attention(kernels, dtype)
     if kernels.has_products(dtype):
         weight = torch.linspace(-0.3, 0.2, 37 * 40).view(37, 40).to(dtype)

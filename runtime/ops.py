@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from runtime.sampling import best_tokens
+from runtime.spec.shift import ShiftedInputs, shift_inputs
 from runtime.verify import Verified, accept_chain
 
 
@@ -62,6 +63,12 @@ class BlockOps(ABC):
     def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
         """As :func:`runtime.verify.accept_chain`."""
         return accept_chain(tokens_BK1, draft_ids_BK)
+
+    def shift_inputs(
+        self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
+    ) -> ShiftedInputs:
+        """As :func:`runtime.spec.shift.shift_inputs`."""
+        return shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
 
 
 class TorchOps(BlockOps):

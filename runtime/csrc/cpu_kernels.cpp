@@ -75,6 +75,11 @@ void accept_chains(const int64_t* tokens, const int64_t* drafts, long b, long k,
   accept_chain(tokens, drafts, b, k, ids, emitted, last);
 }
 
+void shift_chains(const int64_t* ids, const int64_t* last, const int64_t* emitted, long b, long rows,
+                  int64_t* shifted, int64_t* ends) {
+  shift_inputs(ids, last, emitted, b, rows, shifted, ends);
+}
+
 // Whether `linear` and `blocks` are at home on this processor: wide vectors, and for bfloat16 its
 // products. Elsewhere the system's library is faster.
 int has_products_f32() {

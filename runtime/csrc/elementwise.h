@@ -134,6 +134,18 @@ inline void accept_chain(const int64_t* tokens, const int64_t* drafts, long b, l
   }
 }
 
+// Of each request the target's inputs [b, rows], each row that of the next one, and in row emitted - 1
+// the token that the target added; and that row's number among all.
+inline void shift_inputs(const int64_t* ids, const int64_t* last, const int64_t* emitted, long b,
+                         long rows, int64_t* shifted, int64_t* ends) {
+  for (long i = 0; i < b; i++) {
+    int64_t* to = shifted + i * rows;
+    for (long j = 0; j < rows; j++) to[j] = ids[i * rows + std::min(j + 1, rows - 1)];
+    to[emitted[i] - 1] = last[i];
+    ends[i] = i * rows + emitted[i] - 1;
+  }
+}
+
 template <class T>
 void argmax(const T* x, int64_t* ids, long n, long v) {
 #pragma omp parallel for if (n > 1 && n * v > kSerialElements)

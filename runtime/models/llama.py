@@ -37,6 +37,7 @@ from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
 from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import share_block
+from runtime.spec.shift import ShiftedInputs
 from runtime.verify import Verified
 
 
@@ -177,6 +178,11 @@ class LlamaModel(Model):
 
     def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
         return self.ops.accept_chain(tokens_BK1, draft_ids_BK)
+
+    def shift_inputs(
+        self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
+    ) -> ShiftedInputs:
+        return self.ops.shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."

@@ -34,7 +34,6 @@ from runtime.sampling import SamplingTensors
 from runtime.scheduler import StepPlan, Work
 from runtime.spec.base import PendingStep, PlainSchedule, Runner, WorkResult, chain_results
 from runtime.spec.draw import draw_draft
-from runtime.spec.shift import shift_inputs
 from runtime.transfer import HostTransfer
 from runtime.verify import Verified, verify_chain
 
@@ -133,7 +132,9 @@ class MtpSchedule(PlainSchedule):
         hidden_ND: torch.Tensor,
     ) -> torch.Tensor:
         """The head over all of the target's rows, accepted or not; nothing asks which they are."""
-        shifted = shift_inputs(ids_BK1, verified.last_ids_B, verified.num_emitted_B)
+        shifted = self.target.model.shift_inputs(
+            ids_BK1, verified.last_ids_B, verified.num_emitted_B
+        )
         draft_hidden_ND = self.run_draft(batch, shifted.ids_N, hidden_ND)
         self._set_relay(rows_B, draft_hidden_ND.index_select(0, shifted.end_rows_B))
         return draft_hidden_ND

@@ -12,6 +12,7 @@ import torch
 
 from runtime.no_wait import no_wait
 from runtime.spec.shift import ShiftedInputs, shift_inputs, shift_inputs_torch
+from tests.unit.runtime.model_fixtures import fused_kernels
 
 
 def reference(ids: list[list[int]], last: list[int], emitted: list[int]) -> tuple[list[int], ...]:
@@ -47,6 +48,17 @@ def test_every_row_has_the_token_that_follows_it(num_requests: int, k: int) -> N
     assert got.ids_N.tolist() == flat
     assert got.end_rows_B.tolist() == ends
     assert got.ids_N.dtype == got.end_rows_B.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("num_requests", "k"), SHAPES)
+def test_the_cpu_kernel_does_what_torch_does(num_requests: int, k: int) -> None:
+    ids, last, emitted = draw(num_requests, k)
+    kernels = fused_kernels()
+    with no_wait():
+        got = kernels.shift_inputs(ids, last, emitted)
+    want = shift_inputs_torch(ids, last, emitted)
+    assert torch.equal(got.ids_N, want.ids_N)
+    assert torch.equal(got.end_rows_B, want.end_rows_B)
 
 
 def test_inputs_are_left_as_they_were() -> None:
