@@ -11,6 +11,7 @@ from mtp_train.attention import BLOCKWISE, TrainingAttention
 from mtp_train.heads.base import TrainingHead
 from mtp_train.heads.eagle import EagleHead
 from mtp_train.heads.eagle3 import Eagle3Head
+from mtp_train.heads.medusa import MedusaHead
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec
@@ -30,10 +31,14 @@ def build_training_head(
 ) -> TrainingHead:
     """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
 
-    Raises ``ValueError`` for an unknown kind.
+    A Medusa head has neither attention nor anything worth computing twice. Raises ``ValueError``
+    for an unknown kind.
     """
+    if spec.kind == "medusa":
+        return MedusaHead(spec, dtype=dtype)
     if spec.kind not in DECODER_HEADS:
-        raise ValueError(f"head kind={spec.kind!r}; supported: {', '.join(DECODER_HEADS)}")
+        supported = ", ".join((*DECODER_HEADS, "medusa"))
+        raise ValueError(f"head kind={spec.kind!r}; supported: {supported}")
     return DECODER_HEADS[spec.kind](
         spec,
         dtype=dtype,
