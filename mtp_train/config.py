@@ -8,15 +8,16 @@ what is allowed. Nothing reads raw dictionaries or environment variables after t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from data_prep.config import DataConfig
 from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
 # Of head.init; anything else is a directory.
-BUILT_IN_INITS = ("random", "target_norm", "last_layer")
+BUILT_IN_INITS = ("random", "target_norm", "last_layer", "zero")
 LossKind = Literal[
     "soft_ce", "forward_kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "expected_length"
 ]
@@ -59,9 +60,10 @@ class HeadNorms:
 class HeadConfig:
     """The head to train. Dimensions come from the target."""
 
-    kind: Literal["mtp", "eagle", "eagle3"] = "mtp"  # the last two as published: little is open
-    num_layers: Literal[1, 2] = 1  # decoder layers behind the projection
-    # random, target_norm, last_layer, or a native head directory to go on from
+    # all but the first as published: little is open
+    kind: Literal["mtp", "eagle", "eagle3", "medusa"] = "mtp"
+    num_layers: Literal[0, 1, 2] = 1  # decoder layers behind the projection; 0: medusa
+    # random, target_norm, last_layer, zero (medusa), or a native head directory to go on from
     init: str = "random"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
@@ -72,6 +74,7 @@ class HeadConfig:
     fusion_norm: Literal["none", "each", "joined"] = "none"  # eagle3: of the S_k before fc
     norm_before_residual: bool = False  # eagle3: the residual is the normed input
     draft_vocab_size: int = 0  # eagle3: the most frequent answer tokens; 0 = all
+    num_blocks: int = 0  # medusa: one per token that it can draft
 
 
 @dataclass(frozen=True)
@@ -329,3 +332,8 @@ class Config:
     hot_vocab: HotVocabConfig = HotVocabConfig()
     compare: CompareConfig = CompareConfig()
     reproduce: ReproduceConfig = ReproduceConfig()
+
+
+def get_field(config: Config, path: str) -> Any:
+    """The value at a dotted path such as ``data.regenerate.top_p``."""
+    return functools.reduce(getattr, path.split("."), config)

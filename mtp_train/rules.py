@@ -6,16 +6,15 @@ nothing heavy, so that a mistake costs no waiting.
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from data_prep.addresses import check_url, check_variable
 from data_prep.builtin import BUILTIN_SETS
-from mtp_train.config import BUILT_IN_INITS, Config
+from mtp_train.config import Config, get_field
+from mtp_train.errors import ConfigError
+from mtp_train.head_rules import check_blocks, check_head, check_own_head
 
 Number = int | float
 Rule = tuple[tuple[str, ...], Callable[[Number], bool], str]
@@ -64,6 +63,7 @@ RANGES: tuple[Rule, ...] = (
         (
             "seed",
             "head.draft_vocab_size",
+            "head.num_blocks",
             "loss.hidden_weight",
             "loss.logit_weight",
             "loss.sub_vocab_size",
@@ -123,51 +123,9 @@ _EVALUATION_SETS = tuple(name for name, entry in BUILTIN_SETS.items() if entry.e
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]*")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message is meant for the user as it is."""
-
-
-_EAGLE: Mapping[str, Any] = MappingProxyType(
-    {
-        "head.num_layers": 1,
-        "head.concat": "embedding_hidden",
-        "head.recycle": "pre_norm",
-        "head.first_embedding_mask": False,
-        "head.norms.enorm": False,
-        "head.norms.hnorm": False,
-        "head.norms.input": False,
-        "head.norms.post_attention": True,
-        "head.norms.final": False,
-    }
-)
-
-
-_EAGLE3: Mapping[str, Any] = MappingProxyType(
-    {
-        "head.num_layers": 1,
-        "head.concat": "embedding_hidden",
-        "head.first_embedding_mask": False,
-        "head.projection_bias": False,
-        "head.norms.enorm": True,
-        "head.norms.hnorm": True,
-        "head.norms.input": False,
-        "head.norms.post_attention": True,
-        "head.norms.final": True,
-    }
-)
-_EAGLE3_ONLY: Mapping[str, Any] = MappingProxyType(
-    {
-        "head.layer_ids": (),
-        "head.fusion_norm": "none",
-        "head.norm_before_residual": False,
-        "head.draft_vocab_size": 0,
-    }
-)
-
-
 def check_config(config: Config) -> None:
     """Ranges, and the combinations that cannot work. Raises ``ValueError``, a :class:`ConfigError`
-    where the rule is one of this module's.
+    where the rule is not of a section of its own.
     """
     for paths, is_allowed, text in RANGES:
         for path in paths:
@@ -176,11 +134,6 @@ def check_config(config: Config) -> None:
                 raise ConfigError(f"{path}={value}: {text}")
     for check in _COMBINATIONS:
         check(config)
-
-
-def get_field(config: Config, path: str) -> Any:
-    """The value at a dotted path such as ``data.regenerate.top_p``."""
-    return functools.reduce(getattr, path.split("."), config)
 
 
 def _check_run_name(config: Config) -> None:
@@ -193,77 +146,6 @@ def _check_run_name(config: Config) -> None:
 
 def _check_data(config: Config) -> None:
     _check_not_trained_on(config, "validate.sets")
-
-
-def _check_head(config: Config) -> None:
-    init = config.head.init
-    if init not in BUILT_IN_INITS and not Path(init).is_dir():
-        raise ConfigError(
-            f"head.init={init!r}: must be {', '.join(BUILT_IN_INITS)} or a head directory "
-            "(runs/<name>/head)"
-        )
-    if config.head.kind == "eagle":
-        _check_published(config, _EAGLE, "EAGLE-1 as published")
-    if config.head.kind == "eagle3":
-        _check_published(config, _EAGLE3, "EAGLE-3 as published")
-        return
-    for path, value in _EAGLE3_ONLY.items():
-        given = get_field(config, path)
-        if given != value:
-            raise ConfigError(
-                f"{path}={_shown(given)} with head.kind={config.head.kind}: only the head of "
-                "EAGLE-3 has that; choose head=eagle3"
-            )
-
-
-def _check_published(config: Config, fields: Mapping[str, Any], meaning: str) -> None:
-    kind = config.head.kind
-    for path, value in fields.items():
-        given = get_field(config, path)
-        if given != value:
-            raise ConfigError(
-                f"{path}={_shown(given)} with head.kind={kind}: {meaning} has {_shown(value)}; "
-                f"choose all of it with head={kind}, or set norms one by one with head.kind=mtp"
-            )
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def _check_own_head(config: Config) -> None:
-    """A head with an ``lm_head`` of its own learns a distribution, over its own vocabulary."""
-    if config.head.kind != "eagle3":
-        return
-    loss = config.loss
-    if loss.hidden_weight or not loss.logit_weight:
-        raise ConfigError(
-            f"loss.hidden_weight={loss.hidden_weight}, loss.logit_weight={loss.logit_weight} with "
-            "head.kind=eagle3: its states are its own, only distributions are compared; choose "
-            "loss=eagle3, or set loss.hidden_weight=0 and a loss.logit_weight above it"
-        )
-    if loss.kind != "soft_ce":
-        raise ConfigError(
-            f"loss.kind={loss.kind} with head.kind=eagle3: a head with an lm_head of its own is "
-            "trained with soft_ce; choose loss=eagle3"
-        )
-    if loss.own_tokens:
-        raise ConfigError(
-            "loss.own_tokens=true with head.kind=eagle3: the unroll of a head with an lm_head of "
-            "its own is fed the text's tokens; set it to false"
-        )
-    for name, instead in (
-        ("sub_vocab_size", "use head.draft_vocab_size, which it drafts from as well"),
-        ("vocab_chunk", "lower loss.row_chunk for less memory"),
-    ):
-        value = getattr(loss, name)
-        if value:
-            raise ConfigError(
-                f"loss.{name}={value} with head.kind=eagle3: its loss is over its whole draft "
-                f"vocabulary; set it to 0 and {instead}"
-            )
 
 
 def _check_regeneration(config: Config) -> None:
@@ -519,7 +401,7 @@ def _check_files(config: Config) -> None:
 
 _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_run_name,
-    _check_head,
+    check_head,
     _check_data,
     _check_regeneration,
     _check_rendering,
@@ -527,7 +409,8 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_hot_vocab,
     _check_features,
     _check_loss,
-    _check_own_head,
+    check_own_head,
+    check_blocks,
     _check_trainer,
     _check_validation,
     _check_generate,

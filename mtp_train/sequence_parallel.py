@@ -79,7 +79,11 @@ class Ulysses(HeadExchange):
 
 
 def check_divides_heads(spec: HeadSpec, width: int) -> None:
-    """Raise ``ValueError`` unless ``width`` ranks can share out the head's attention heads."""
+    """Raise ``ValueError`` unless ``width`` ranks can share out the head's attention heads; a head
+    without attention has its rows shared out alone.
+    """
+    if not spec.num_layers:
+        return
     for name in ("num_heads", "num_kv_heads"):
         heads = getattr(spec, name)
         if heads % width:

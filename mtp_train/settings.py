@@ -15,8 +15,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mtp_train.config import Config
-from mtp_train.rules import ConfigError, check_config, get_field
+from mtp_train.config import Config, get_field
+from mtp_train.errors import ConfigError
+from mtp_train.rules import check_config
 
 __all__ = [
     "ConfigError",

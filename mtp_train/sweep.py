@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.config import Config
-from mtp_train.rules import ConfigError
+from mtp_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

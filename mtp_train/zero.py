@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mtp_train.config import TrainerConfig
 from mtp_train.distributed import ProcessGroup
-from mtp_train.heads.mtp import MtpHead
+from mtp_train.heads.base import TrainingHead
 from mtp_train.muon import make_muon
 from mtp_train.optim import GatedAdamW, make_adamw
 
@@ -78,7 +78,9 @@ def _quiet() -> Iterator[None]:
         logger.debug("deepspeed: %s", text.getvalue())
 
 
-def _make_optimizer(head: MtpHead, *, config: TrainerConfig, group: ProcessGroup) -> GatedAdamW:
+def _make_optimizer(
+    head: TrainingHead, *, config: TrainerConfig, group: ProcessGroup
+) -> GatedAdamW:
     if config.optimizer == "muon":
         return make_muon(
             head.named_parameters(),
@@ -95,7 +97,7 @@ class HeadEngine:
 
     def __init__(
         self,
-        head: MtpHead,
+        head: TrainingHead,
         *,
         config: TrainerConfig,
         zero_stage: int,

@@ -6,7 +6,8 @@ stored, and so is ``lm_head`` but for EAGLE-3, which has its own).
 
 Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` (EAGLE-3: residual streams
 ``S_k`` of row ``i``) and the embedding of token ``t_{i+1}``, sits at rotary position ``i``, stores
-K/V at slot ``i``, predicts ``t_{i+2}`` (and ``g_{i+1}``, where the head is trained to).
+K/V at slot ``i``, predicts ``t_{i+2}`` (and ``g_{i+1}``, where the head is trained to). Block ``k``
+of Medusa takes ``g_i`` alone and predicts ``t_{i+2+k}``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from safetensors.torch import save_file
 
 from runtime.files import replace_atomic, write_atomic
 
-SPEC_VERSION = 3  # 2: projection_bias; 3: EAGLE-3
+SPEC_VERSION = 4  # 2: projection_bias; 3: EAGLE-3; 4: Medusa
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 DRAFT_VOCAB_NAME = "draft_vocab_ids"
@@ -105,10 +106,30 @@ EAGLE3_FIELDS: Mapping[str, Any] = MappingProxyType(
 the draft vocabulary. ``enorm`` is ``layers.0.input_layernorm``, ``hnorm`` ``layers.0.hidden_norm``.
 """
 
+MEDUSA_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "norms": NormPlacement(
+            enorm=False, hnorm=False, input=False, post_attention=False, final=False
+        ),
+        "concat": "embedding_hidden",
+        "recycle": "pre_norm",
+        "logits_from": "pre_norm",
+        "first_embedding_mask": False,
+        "position_offset": 0,
+        "num_layers": 0,
+        "norm_form": "w",
+    }
+)
+"""What ``kind=medusa`` means. Open: ``num_blocks``, ``projection_bias`` (of every block's linear)
+and the draft vocabulary.
+"""
+
+
 _ADDED: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {
         2: {"projection_bias": False},
         3: {"layer_ids": [], "fusion_norm": "none"},
+        4: {"num_blocks": 0},
     }
 )
 """Fields that a version brought, with what every head of an older one meant."""
@@ -133,10 +154,12 @@ class HeadSpec:
     arXiv:2401.15077) as published: no norms but the one before the MLP, states recycled as they
     are. ``eagle3`` is that of EAGLE-3 (Li et al. 2025, arXiv:2503.01840): ``x = fc(S_k, ...)``, one
     decoder layer whose query, key and value read ``[input_layernorm(e); hidden_norm(x)]``, and an
-    ``lm_head`` of its own. On recycled rows ``x`` is the head's own state.
+    ``lm_head`` of its own. On recycled rows ``x`` is the head's own state. ``medusa`` is Medusa-1
+    (Cai et al. 2024, arXiv:2401.10774) over the target's frozen ``lm_head``: block ``k`` drafts
+    from ``g + SiLU(W_k g + b_k)``, without embedding, attention or K/V.
     """
 
-    kind: Literal["mtp", "eagle", "eagle3"]
+    kind: Literal["mtp", "eagle", "eagle3", "medusa"]
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -148,7 +171,8 @@ class HeadSpec:
     norm_eps: float
     target_fingerprint: str
     version: int = SPEC_VERSION
-    num_layers: int = 1
+    num_layers: int = 1  # decoder layers
+    num_blocks: int = 0  # residual blocks of Medusa, one per drafted token
     block: Literal["llama"] = "llama"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     hidden_source: Literal["g", "layers"] = "g"
@@ -160,7 +184,7 @@ class HeadSpec:
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
     residual: Literal["standard", "normed"] = "standard"  # x, or hidden_norm(x): EAGLE-3 only
     first_embedding_mask: bool = True
-    projection_bias: bool = False  # of eh_proj
+    projection_bias: bool = False  # of eh_proj, of Medusa's blocks
     position_offset: int = 0
     embedding: Literal["target"] = "target"
     lm_head: Literal["target", "own"] = "target"
@@ -171,12 +195,15 @@ class HeadSpec:
             raise ValueError(
                 f"head version={self.version}: this build reads version {SPEC_VERSION}"
             )
-        if self.num_layers not in (1, 2):
-            raise ValueError(f"head num_layers={self.num_layers}: must be 1 or 2")
         if self.kind == "eagle":
             self._check_fixed(EAGLE_FIELDS, "EAGLE-1 as published")
         if self.kind == "eagle3":
             self._check_fixed(EAGLE3_FIELDS, "the head of EAGLE-3")
+        if self.kind == "medusa":
+            self._check_fixed(MEDUSA_FIELDS, "Medusa-1 as published")
+        elif self.num_layers not in (1, 2):
+            raise ValueError(f"head num_layers={self.num_layers}: must be 1 or 2")
+        self._check_blocks()
         self._check_sources()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -191,6 +218,18 @@ class HeadSpec:
                     f"head {name}={getattr(self, name)!r}: kind={self.kind} is {meaning}, "
                     f"{name}={value!r}; kind=mtp lets you choose"
                 )
+
+    def _check_blocks(self) -> None:
+        if self.kind == "medusa" and self.num_blocks < 1:
+            raise ValueError(
+                f"head num_blocks={self.num_blocks}: kind=medusa has one block per drafted token, "
+                "at least 1"
+            )
+        if self.kind != "medusa" and self.num_blocks:
+            raise ValueError(
+                f"head num_blocks={self.num_blocks}: only kind=medusa has that, not "
+                f"kind={self.kind}"
+            )
 
     def _check_sources(self) -> None:
         if self.kind == "eagle3":
@@ -242,6 +281,11 @@ class HeadSpec:
             shapes["layers.0.hidden_norm.weight"] = (width,)
             shapes |= self._layer_shapes(0, inputs=2 * width, has_input_norm=True)
             shapes["lm_head.weight"] = (self.draft_vocab_size, width)
+        elif self.kind == "medusa":
+            for index in range(self.num_blocks):
+                shapes[f"blocks.{index}.layers.0.weight"] = (width, width)
+                if self.projection_bias:
+                    shapes[f"blocks.{index}.layers.0.bias"] = (width,)
         else:
             shapes["eh_proj.weight"] = (width, 2 * width)
             if self.projection_bias:

@@ -17,9 +17,9 @@ from mtp_train.doctor.facts import Finding, Machine
 from mtp_train.features.codecs import STORED_DTYPES
 from mtp_train.features.estimate import estimate_size
 from mtp_train.features.target import target_directory, target_dtype
-from mtp_train.heads.init import make_head_spec
+from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
 from mtp_train.layer_ids import choose_layer_ids
-from runtime.head_spec import DraftVocab
+from mtp_train.plan.facts import count_weights
 from runtime.models.config import ModelConfig, load_config
 
 _TRAINER_BYTES = 16  # per parameter of the head
@@ -103,12 +103,12 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
 
 
 def _count_head(config: Config, model: ModelConfig) -> int:
-    width, size = model.hidden_size, config.head.draft_vocab_size
-    if config.head.kind == "eagle3":
-        vocab = DraftVocab(size, coverage=0.0, ids_sha256="") if size else None
+    if config.head.kind in ("eagle3", "medusa"):
+        vocab = unknown_draft_vocab(config.head.draft_vocab_size)
         spec = make_head_spec(config.head, model, fingerprint="", draft_vocab=vocab)
-        return _count(spec.tensor_shapes()) - size  # the list's ids are no parameters
+        return count_weights(spec)
     # Decoder layers behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
+    width = model.hidden_size
     return config.head.num_layers * _count(model.block_shapes()) + 2 * width * width + 3 * width
 
 

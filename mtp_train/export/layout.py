@@ -193,6 +193,12 @@ def refuse_uncarried(spec: HeadSpec, *, drop_draft_vocab: bool) -> None:
             "head kind=eagle3: the mimo layout has no place for residual streams of the target, "
             "nor for an lm_head of the head's own"
         )
+    if spec.kind == "medusa":
+        raise ValueError(
+            "head kind=medusa: the mimo layout is one decoder layer, and a Medusa head is residual "
+            "blocks; a layout of vLLM's medusa model is not written. Nearest: train head=mtp over "
+            "the same features, or serve this head with mtp generate"
+        )
     for name, is_present in vars(spec.norms).items():
         if not is_present:
             raise ValueError(f"head norms.{name}=false: the mimo layout has all five norms")

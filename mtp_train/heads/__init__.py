@@ -8,13 +8,15 @@ from types import MappingProxyType
 import torch
 
 from mtp_train.attention import BLOCKWISE, TrainingAttention
+from mtp_train.heads.base import TrainingHead
 from mtp_train.heads.eagle import EagleHead
 from mtp_train.heads.eagle3 import Eagle3Head
+from mtp_train.heads.medusa import MedusaHead
 from mtp_train.heads.mtp import MtpHead
 from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec
 
-HEADS: Mapping[str, type[MtpHead]] = MappingProxyType(
+DECODER_HEADS: Mapping[str, type[MtpHead]] = MappingProxyType(
     {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head}
 )
 
@@ -26,14 +28,18 @@ def build_training_head(
     attention: TrainingAttention = BLOCKWISE,
     activation_checkpointing: bool = False,
     exchange: HeadExchange = ALONE,
-) -> MtpHead:
+) -> TrainingHead:
     """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
 
-    Raises ``ValueError`` for an unknown kind.
+    A Medusa head has neither attention nor anything worth computing twice. Raises ``ValueError``
+    for an unknown kind.
     """
-    if spec.kind not in HEADS:
-        raise ValueError(f"head kind={spec.kind!r}; supported: {', '.join(HEADS)}")
-    return HEADS[spec.kind](
+    if spec.kind == "medusa":
+        return MedusaHead(spec, dtype=dtype)
+    if spec.kind not in DECODER_HEADS:
+        supported = ", ".join((*DECODER_HEADS, "medusa"))
+        raise ValueError(f"head kind={spec.kind!r}; supported: {supported}")
+    return DECODER_HEADS[spec.kind](
         spec,
         dtype=dtype,
         attention=attention,

@@ -12,17 +12,15 @@ vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mtp_train.heads.mtp import Cache, DecoderLayer, MtpHead, RMSNorm
+from mtp_train.heads.mtp import DecoderLayer, MtpHead, RMSNorm
 from mtp_train.packing import HeadBatch
-from mtp_train.rows import take_rows
-from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, check_head_tensors
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec
 
 
 class _Layer(DecoderLayer):
@@ -66,65 +64,34 @@ class Eagle3Head(MtpHead):
         *,
         with_lm_head: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """The states of ``len(batch.steps)`` steps. ``with_lm_head`` adds a copy of the
-        ``lm_head``'s weight ``[W, D]`` behind them, through which its gradient flows: the loss lies
-        outside of this module, and ZeRO 3 shows a parameter to its own module only.
+        """``with_lm_head`` adds a copy of the ``lm_head``'s weight ``[W, D]`` behind the states,
+        through which its gradient flows: the loss lies outside of this module, and ZeRO 3 shows a
+        parameter to its own module only.
         """
         assert draft_lm_head_VD is None, "a head with an lm_head of its own drafts with that"
-        layer, cache = cast(_Layer, self.layers[0]), Cache()
-        positions_S = batch.positions_S
-        fused_SD = self._fuse(batch.hidden_SD)
-        x_SD, joined_S2D = self._join(layer, batch.next_ids_S, fused_SD, embedding_VD)
-        cache.k_SGC, cache.v_SGC = self._keys_values(layer, joined_S2D, positions_S, batch.layout)
-        states: list[torch.Tensor] = []
-        recycled = fused_SD
-        for number, step in enumerate(batch.steps):
-            positions_N = positions_S[step.rows_N] + number
-            if number == 0:
-                x_ND, joined_N2D = (take_rows(t, step.rows_N) for t in (x_SD, joined_S2D))
-            else:
-                x_ND, joined_N2D = self._join(
-                    layer, step.ids_N, take_rows(recycled, step.parent_N), embedding_VD
-                )
-                k_NGC, v_NGC = self._keys_values(layer, joined_N2D, positions_N, step.layout)
-                cache.extend(step.chain_parent_N, k_NGC, v_NGC)
-            x_ND = self._block(layer, x_ND, joined_N2D, positions_N, step, cache)
-            normed_ND = self.norm(x_ND)
-            states.append(normed_ND)
-            recycled = normed_ND if self.spec.recycle == "post_norm" else x_ND
-        if with_lm_head:
-            states.append(self.lm_head.weight.clone())
-        return tuple(states)
+        states = super().forward(batch, embedding_VD)
+        return (*states, self.lm_head.weight.clone()) if with_lm_head else states
 
-    def export_tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {name: t.detach() for name, t in self.state_dict().items()}
-        check_head_tensors(self.spec, tensors, source="training head")
-        return tensors
-
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().load_tensors(tensors)
-        if self.spec.draft_vocab is not None:
-            self.draft_vocab_ids.copy_(tensors[DRAFT_VOCAB_NAME])
-
-    def _fuse(self, streams_SE: torch.Tensor) -> torch.Tensor:
+    def _read(self, hidden_SI: torch.Tensor) -> torch.Tensor:
+        """``fc`` of the residual streams."""
         if self.spec.fusion_norm == "each":
-            parts = streams_SE.tensor_split(len(self.fc_norm), dim=1)
+            parts = hidden_SI.tensor_split(len(self.fc_norm), dim=1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            streams_SE = torch.cat(normed, dim=1)
+            hidden_SI = torch.cat(normed, dim=1)
         if self.spec.fusion_norm == "joined":
-            streams_SE = self.input_norm(streams_SE)
-        out: torch.Tensor = self.fc(streams_SE)
+            hidden_SI = self.input_norm(hidden_SI)
+        out: torch.Tensor = self.fc(hidden_SI)
         return out
 
-    def _join(
+    def _enter(
         self,
-        layer: _Layer,
         ids_N: torch.Tensor,
-        x_ND: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        positions_N: torch.Tensor,
         embedding_VD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream, and what query, key and value read, ``[N, 2 D]``."""
-        e_ND = F.embedding(ids_N, embedding_VD).to(x_ND.dtype)
-        normed_ND = layer.hidden_norm(x_ND)
+        layer = cast(_Layer, self.layers[0])
+        e_ND = F.embedding(ids_N, embedding_VD).to(hidden_ND.dtype)
+        normed_ND = layer.hidden_norm(hidden_ND)
         joined_N2D = torch.cat((layer.input_layernorm(e_ND), normed_ND), dim=-1)
-        return (normed_ND if self.spec.residual == "normed" else x_ND), joined_N2D
+        return (normed_ND if self.spec.residual == "normed" else hidden_ND), joined_N2D

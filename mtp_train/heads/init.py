@@ -7,6 +7,7 @@ zero.
 norm, and an ``eh_proj`` that passes the hidden state through unchanged. Of EAGLE-3: an ``fc`` that
 passes the last residual stream through, attention that does not see the embedding yet, and
 ``hidden_norm`` as the layer's first norm.
+``zero``: every block of Medusa starts as the identity, and drafts what ``lm_head`` reads in ``g``.
 A directory: the weights of a head of the same shape, which training goes on from.
 
 An ``lm_head`` of the head's own starts from the target's rows in all but the last.
@@ -76,15 +77,21 @@ def make_head_spec(
         norm_eps=target.norm_eps,
         target_fingerprint=fingerprint,
         num_layers=config.num_layers,
+        num_blocks=config.num_blocks,
         concat=config.concat,
         recycle=config.recycle,
         first_embedding_mask=config.first_embedding_mask,
         projection_bias=config.projection_bias,
         norms=NormPlacement(**asdict(config.norms)),
-        logits_from="pre_norm" if config.kind == "eagle" else "post_norm",
+        logits_from="pre_norm" if config.kind in ("eagle", "medusa") else "post_norm",
         **source_fields(config, num_layers=target.num_layers),
         draft_vocab=draft_vocab,
     )
+
+
+def unknown_draft_vocab(size: int) -> DraftVocab | None:
+    """A list of ``size`` ids where only their number matters; ``None`` for 0."""
+    return DraftVocab(size, coverage=0.0, ids_sha256="") if size else None
 
 
 def initialise(
@@ -99,8 +106,8 @@ def initialise(
 ) -> dict[str, torch.Tensor]:
     """fp32 tensors of a fresh head, under the names and shapes of ``spec.tensor_shapes()``.
 
-    ``method``: ``random``, ``target_norm`` or ``last_layer``. ``read_target`` returns a tensor of
-    the target's checkpoint by its Hugging Face name; it is not called for ``random``. ``own_head``
+    ``method``: ``random``, ``target_norm``, ``last_layer`` or ``zero``. ``read_target`` returns a
+    tensor of the target's checkpoint by its Hugging Face name, for the middle two. ``own_head``
     is required where the head has an ``lm_head`` of its own. The values depend on these, ``seed``
     and the tensors' names alone.
     """
@@ -118,13 +125,14 @@ def initialise(
             is_zero = spec.norm_form == "1+w" or name.endswith(".bias")
             tensors[name] = torch.full(shape, 0.0 if is_zero else 1.0)
             continue
-        std = initializer_range
-        values = torch.empty(shape)
-        torch.nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
+        std = 0.0 if method == "zero" else initializer_range
+        values = torch.zeros(shape)
+        if std:
+            torch.nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
         tensors[name] = values
     if method == "last_layer":
         _copy_last_layer(spec, tensors, num_target_layers, read_target)
-    if method != "random" and spec.norms.final:
+    if method in ("target_norm", "last_layer") and spec.norms.final:
         tensors["norm.weight"] = read_target("model.norm.weight").float().clone()
     return tensors
 

@@ -1,16 +1,15 @@
 """The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
 
 ``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer or two -> final norm. Embedding and
-lm_head are the target's, frozen, and stay outside of this module. Parameter names are the spec's
-tensor names.
+lm_head are the target's, frozen, and stay outside of this module.
 
 Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
-width, D model width, V vocabulary.
+width, D model width, I what a layer's projections read, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -25,11 +24,12 @@ from mtp_train.attention import (
     TrainingAttention,
     extend_chain,
 )
+from mtp_train.heads.base import TrainingHead
 from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch, RowLayout, UnrollStep
 from mtp_train.rows import take_rows
 from mtp_train.sequence_parallel import ALONE, HeadExchange
-from runtime.head_spec import HeadSpec, check_head_tensors
+from runtime.head_spec import HeadSpec
 from runtime.rope import attention_factor, inverse_frequencies
 
 
@@ -109,12 +109,9 @@ class Cache:
         self.chain = extend_chain(self.chain, parent_N, k_NGC, v_NGC)
 
 
-class MtpHead(nn.Module):
-    """Call it with a packed batch and the target's embedding; it returns one state per unroll step.
-
-    The states are those that ``lm_head`` reads (``spec.logits_from``), ``[N_k, D]`` in the
-    parameters' dtype. With ``activation_checkpointing`` attention and MLP of every step are
-    computed again in the backward pass instead of being kept.
+class MtpHead(TrainingHead):
+    """With ``activation_checkpointing`` attention and MLP of every step are computed again in the
+    backward pass instead of being kept.
     """
 
     def __init__(
@@ -126,8 +123,7 @@ class MtpHead(nn.Module):
         activation_checkpointing: bool = False,
         exchange: HeadExchange = ALONE,
     ) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self._attend = attention
         self._exchange = exchange
         self._is_checkpointed = activation_checkpointing
@@ -155,51 +151,78 @@ class MtpHead(nn.Module):
         embedding_VD: torch.Tensor,
         draft_lm_head_VD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Unroll ``len(batch.steps)`` steps; gradients flow through the recycled states.
-
-        With ``draft_lm_head_VD`` step ``k >= 1`` embeds the token that step ``k - 1`` would draft,
-        as serving does, in place of the text's. Nothing else changes.
-        """
         caches = [Cache() for _ in self.layers]
-        recycled = self._combine(batch.next_ids_S, batch.hidden_SD, batch.positions_S, embedding_VD)
         states: list[torch.Tensor] = []
+        recycled = self._read(batch.hidden_SD)
         for number, step in enumerate(batch.steps):
             if number == 0:
-                x_ND = self._first_pass(recycled, batch, caches)
+                x_ND = self._first_pass(recycled, batch, caches, embedding_VD)
             else:
-                positions_N = batch.positions_S[step.rows_N] + number
                 ids_N = step.ids_N
                 if draft_lm_head_VD is not None:
                     ids_N = own_tokens(states[-1][step.parent_N], draft_lm_head_VD)
-                x_ND = self._combine(
-                    ids_N, take_rows(recycled, step.parent_N), positions_N, embedding_VD
-                )
-                for layer, cache in zip(self._layers, caches, strict=True):
-                    normed_ND = layer.input_layernorm(x_ND)
-                    k_NGC, v_NGC = self._keys_values(layer, normed_ND, positions_N, step.layout)
-                    cache.extend(step.chain_parent_N, k_NGC, v_NGC)
-                    x_ND = self._block(layer, x_ND, normed_ND, positions_N, step, cache)
-            normed_out = self.norm(x_ND)
-            states.append(normed_out if self.spec.logits_from == "post_norm" else x_ND)
-            recycled = normed_out if self.spec.recycle == "post_norm" else x_ND
+                hidden_ND = take_rows(recycled, step.parent_N)
+                positions_N = batch.positions_S[step.rows_N] + number
+                x_ND = self._next_pass(step, ids_N, hidden_ND, positions_N, caches, embedding_VD)
+            normed_ND = self.norm(x_ND)
+            states.append(normed_ND if self.spec.logits_from == "post_norm" else x_ND)
+            recycled = normed_ND if self.spec.recycle == "post_norm" else x_ND
         return tuple(states)
 
+    def _read(self, hidden_SI: torch.Tensor) -> torch.Tensor:
+        """What is in the target's rows in the place of a recycled state, ``[S, D]``."""
+        return hidden_SI
+
+    def _enter(
+        self,
+        ids_N: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        embedding_VD: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream, and what query, key and value of the first layer read."""
+        x_ND = self._combine(ids_N, hidden_ND, positions_N, embedding_VD)
+        return x_ND, self._layers[0].input_layernorm(x_ND)
+
     def _first_pass(
-        self, x_SD: torch.Tensor, batch: HeadBatch, caches: list[Cache]
+        self,
+        hidden_SD: torch.Tensor,
+        batch: HeadBatch,
+        caches: list[Cache],
+        embedding_VD: torch.Tensor,
     ) -> torch.Tensor:
         """Step 0. Every row has keys in every layer, so all rows go through all layers but the
         last, and the rows that are asked for through that one.
         """
         positions_S, step = batch.positions_S, batch.steps[0]
+        x_SD, read_SI = self._enter(batch.next_ids_S, hidden_SD, positions_S, embedding_VD)
         for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
-            normed_SD = layer.input_layernorm(x_SD)
-            cache.k_SGC, cache.v_SGC = self._keys_values(
-                layer, normed_SD, positions_S, batch.layout
-            )
+            if number:
+                read_SI = layer.input_layernorm(x_SD)
+            cache.k_SGC, cache.v_SGC = self._keys_values(layer, read_SI, positions_S, batch.layout)
             if number + 1 < len(caches):
-                x_SD = self._block(layer, x_SD, normed_SD, positions_S, batch, cache)
-        x_ND, normed_ND = (take_rows(t, step.rows_N) for t in (x_SD, normed_SD))
-        return self._block(layer, x_ND, normed_ND, positions_S[step.rows_N], step, cache)
+                x_SD = self._block(layer, x_SD, read_SI, positions_S, batch, cache)
+        x_ND, read_NI = (take_rows(t, step.rows_N) for t in (x_SD, read_SI))
+        return self._block(layer, x_ND, read_NI, positions_S[step.rows_N], step, cache)
+
+    def _next_pass(
+        self,
+        step: UnrollStep,
+        ids_N: torch.Tensor,
+        hidden_ND: torch.Tensor,
+        positions_N: torch.Tensor,
+        caches: list[Cache],
+        embedding_VD: torch.Tensor,
+    ) -> torch.Tensor:
+        """Step k >= 1: every row goes on from the step before, in every layer."""
+        x_ND, read_NI = self._enter(ids_N, hidden_ND, positions_N, embedding_VD)
+        for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            if number:
+                read_NI = layer.input_layernorm(x_ND)
+            k_NGC, v_NGC = self._keys_values(layer, read_NI, positions_N, step.layout)
+            cache.extend(step.chain_parent_N, k_NGC, v_NGC)
+            x_ND = self._block(layer, x_ND, read_NI, positions_N, step, cache)
+        return x_ND
 
     def _block(
         self,
@@ -242,19 +265,6 @@ class MtpHead(nn.Module):
     @property
     def _layers(self) -> Sequence[DecoderLayer]:
         return cast(Sequence[DecoderLayer], self.layers)
-
-    def export_tensors(self) -> dict[str, torch.Tensor]:
-        """Detached parameters under the names and shapes of ``spec.tensor_shapes()``."""
-        tensors = {name: p.detach() for name, p in self.named_parameters()}
-        check_head_tensors(self.spec, tensors, source="training head")
-        return tensors
-
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Strict inverse of :meth:`export_tensors`; casts to the parameters' dtype."""
-        check_head_tensors(self.spec, tensors, source="head tensors")
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                parameter.copy_(tensors[name])
 
     def _combine(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_train.config import Codec, Config, LossConfig
+from mtp_train.config import Codec, Config, HeadConfig, LossConfig
 from mtp_train.features.codecs import STORED_DTYPES
 from mtp_train.features.estimate import estimate_size
 from mtp_train.plan.facts import TargetFacts, count_weights, plan_head_spec
@@ -110,7 +110,8 @@ class Plan:
 def make_plan(config: Config, facts: TargetFacts, hardware: Hardware, *, num_tokens: int) -> Plan:
     """What training a head of ``config`` for such a target on ``num_tokens`` tokens takes.
 
-    Raises ``ValueError`` for a sub-vocabulary that is not smaller than the vocabulary.
+    Raises ``ValueError`` for a part of the vocabulary that is not smaller than the vocabulary, and
+    for residual streams that the target does not have.
     """
     return _Planner(config, facts, hardware, num_tokens).plan()
 
@@ -127,7 +128,7 @@ def lasting_bytes(
         is_cpu=True,
     )
     embedding = float(facts.num_embedding_weights * dtype.itemsize)
-    hot = sum(part.num_bytes for part in _hot_rows(loss, facts, dtype.itemsize))
+    hot = sum(part.num_bytes for part in _copied_rows(loss, config.head, facts, dtype.itemsize))
     return embedding + hot + states.total
 
 
@@ -135,18 +136,22 @@ class _Planner:
     def __init__(
         self, config: Config, facts: TargetFacts, hardware: Hardware, num_tokens: int
     ) -> None:
-        if config.loss.sub_vocab_size >= facts.vocab_size:
-            raise ValueError(
-                f"loss.sub_vocab_size={config.loss.sub_vocab_size}: must be below the vocabulary "
-                f"of {facts.name}, {facts.vocab_size}"
-            )
+        for name, size in (
+            ("loss.sub_vocab_size", config.loss.sub_vocab_size),
+            ("head.draft_vocab_size", config.head.draft_vocab_size),
+        ):
+            if size >= facts.vocab_size:
+                raise ValueError(
+                    f"{name}={size}: must be below the vocabulary of {facts.name}, "
+                    f"{facts.vocab_size}"
+                )
         self.config, self.facts, self.hardware = config, facts, hardware
         self.num_tokens = num_tokens
         self.dtype = _DTYPES[hardware.dtype]
         self.width = self.dtype.itemsize
         settings = config.plan
         self.rows = Rows(settings.row_tokens, settings.answer_tokens)
-        spec = plan_head_spec(facts, config.head)
+        self.spec = spec = plan_head_spec(facts, config.head)
         self.head_weights = count_weights(spec)
         self.costs = StepCosts(spec, config.loss, self.rows, dtype=self.dtype)
         self.n = hardware.num_devices
@@ -263,7 +268,7 @@ class _Planner:
         else:
             size = float(facts.num_embedding_weights * self.width)
             parts.append(Part("embedding, lm_head", size, f"of the target, {self.width} B"))
-        return (*parts, *_hot_rows(loss, facts, self.width))
+        return (*parts, *_copied_rows(loss, self.config.head, facts, self.width))
 
     @property
     def _validates_inline(self) -> bool:
@@ -349,7 +354,12 @@ class _Planner:
     def _feature_bytes(self, codec: Codec) -> int:
         whole, rest = divmod(self.num_tokens, self.rows.num_tokens)
         lengths = [self.rows.num_tokens] * whole + ([rest] if rest else [])
-        size = estimate_size(lengths, hidden_size=self.facts.hidden_size, codec=codec)
+        size = estimate_size(
+            lengths,
+            hidden_size=self.facts.hidden_size,
+            codec=codec,
+            num_states=1 + len(self.spec.layer_ids),
+        )
         return size.num_bytes
 
     def _decode_step_s(self) -> float:
@@ -411,7 +421,7 @@ class _Planner:
             f"{self.steps:,} steps x {1000 * step:.1f} ms: {per_token / 1e9:.3f} GFLOP per token, "
             f"counted from the trainer's own head and loss, at {_rate(speeds.forward.per_s)} x n"
         )
-        if self.config.loss.sub_vocab_size:
+        if self.config.loss.sub_vocab_size or self.spec.draft_vocab is not None:
             seconds += self._normaliser_seconds(min(seen, self.num_tokens))
             formula += "; the first epoch adds the target's logits once, 2 x V x D per answer token"
         stored = self._feature_bytes(self.config.features.codec)
@@ -437,8 +447,7 @@ class _Planner:
             runs = 2 if number == 0 else 1  # the first set at K = 1 as well
             decoded += runs * min(limit, _SET_PROMPTS[name]) * _LADDER_TOKENS
         batch = self.hardware.decode_batch or self.config.runtime.max_running
-        lm_head = self.facts.vocab_size * self.facts.hidden_size
-        draft = (self.head_weights + lm_head) / self.facts.num_active_weights
+        draft = self._draft_weights() / self.facts.num_active_weights
         step = self._decode_step_s() * (1 + validate.k * draft)
         formula = (
             f"{decoded:,} tokens / {batch} requests x {1000 * step:.2f} ms per step with K = "
@@ -446,6 +455,13 @@ class _Planner:
             "final prompt sets, without the parity rungs' own checks"
         )
         return StageTime("validation", decoded / batch * step, formula)
+
+    def _draft_weights(self) -> float:
+        """Weights that one drafted token passes through."""
+        if self.spec.lm_head == "own":
+            return float(self.head_weights)
+        lm_head = self.facts.vocab_size * self.facts.hidden_size
+        return self.head_weights / max(1, self.spec.num_blocks) + lm_head
 
     def _notes(self) -> list[str]:
         facts, notes = self.facts, []
@@ -472,10 +488,14 @@ class _Planner:
         return notes
 
 
-def _hot_rows(loss: LossConfig, facts: TargetFacts, width: int) -> tuple[Part, ...]:
-    if not loss.sub_vocab_size:
+def _copied_rows(
+    loss: LossConfig, head: HeadConfig, facts: TargetFacts, width: int
+) -> tuple[Part, ...]:
+    """Rows of the target's ``lm_head`` over which there is a loss, where these are not all."""
+    columns = loss.sub_vocab_size + loss.tail_sample_size if loss.sub_vocab_size else 0
+    columns = columns or head.draft_vocab_size
+    if not columns:
         return ()
-    columns = loss.sub_vocab_size + loss.tail_sample_size
     size = float(columns * facts.hidden_size * width)
     return (Part("frequent lm_head rows", size, f"{columns:,} x D x {width} B"),)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from data_prep.ids import hash_token_ids
-from mtp_train.config import Config, LossConfig, RunConfig, TrainerConfig
+from mtp_train.config import Config, RunConfig, TrainerConfig
 from mtp_train.distributed import ProcessGroup, init_process_group
 from mtp_train.doctor.measure import measure_disk
 from mtp_train.doctor.probes import probe_disk, probe_memory
@@ -28,7 +28,7 @@ from mtp_train.features.manifest import Fingerprint
 from mtp_train.features.sources import RuntimeSource
 from mtp_train.features.target import target_directory, target_dtype
 from mtp_train.features.writer import FeatureWriter, recover_store
-from mtp_train.heads.init import initialise
+from mtp_train.heads.init import OwnHead, initialise
 from mtp_train.losses import target_log_normaliser
 from mtp_train.packing import Sample
 from mtp_train.phases import PhaseSeconds
@@ -42,6 +42,7 @@ from mtp_train.trainer import Trainer  # with all that a training process loads
 from mtp_train.validate.measure import make_requests
 from runtime.cpu import set_threads
 from runtime.engine import Engine
+from runtime.head_spec import HeadSpec, hash_vocab_ids
 from runtime.models.base import Model
 from runtime.models.config import load_config
 from runtime.models.loader import Checkpoint
@@ -69,15 +70,18 @@ class _Sample:
 class _Samples:
     """Rows of one length with random states, held in memory."""
 
-    def __init__(self, rows: Rows, count: int, *, vocab: int, width: int) -> None:
+    def __init__(self, rows: Rows, count: int, spec: HeadSpec) -> None:
         generator = torch.Generator().manual_seed(0)
         self.lengths = torch.full((count,), rows.num_tokens)
         mask = torch.arange(rows.num_tokens) >= rows.num_tokens - rows.num_answer_tokens
         self._samples = [
             _Sample(
-                torch.randint(0, vocab, (rows.num_tokens,), generator=generator),
+                torch.randint(0, spec.vocab_size, (rows.num_tokens,), generator=generator),
                 mask,
-                torch.randn(rows.num_tokens, width, generator=generator),
+                torch.randn(rows.num_tokens, spec.hidden_size, generator=generator),
+                torch.randn(rows.num_tokens, spec.input_size, generator=generator)
+                if spec.reads_layers
+                else None,
             )
             for _ in range(count)
         ]
@@ -87,7 +91,8 @@ class _Samples:
 
     def get(self, index: int, *, dtype: torch.dtype) -> Sample:
         sample = self._samples[index]
-        return replace(sample, hidden=sample.hidden.to(dtype))
+        layers = None if sample.layers is None else sample.layers.to(dtype)
+        return replace(sample, hidden=sample.hidden.to(dtype), layers=layers)
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,13 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
     )
     embedding, lm_head = checkpoint.read_vocabulary(dtype=dtype, device=device)
     count = max(1, round(_SMALL_TOKENS[device.type] / rows.num_tokens))
-    full = replace(config.loss, num_unroll_steps=1, sub_vocab_size=0)
     columns = min(config.loss.sub_vocab_size or LARGEST_HOT, facts.vocab_size // 4)
-    hot = replace(config.loss, num_unroll_steps=2, sub_vocab_size=columns)
+    if config.head.kind == "eagle3":  # its loss is over its draft vocabulary
+        columns = 0
+    full, hot = _with_steps(config, 1, columns=0), _with_steps(config, 2, columns=columns)
     small, large = (
-        _train(config, facts, group, loss, rows, embedding, lm_head, num_rows=number)
-        for loss, number in ((full, count), (hot, 2 * count))
+        _train(one, facts, group, rows, embedding, lm_head, num_rows=number)
+        for one, number in ((full, count), (hot, 2 * count))
     )
     normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
     base, factor = 0.0, 1.0
@@ -139,10 +145,10 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         base, factor = fit_memory(
             *(
                 (
-                    run.peak_bytes - lasting_bytes(config, facts, loss, dtype=dtype),
+                    run.peak_bytes - lasting_bytes(one, facts, one.loss, dtype=dtype),
                     run.cost.peak_bytes,
                 )
-                for run, loss in ((small, full), (large, hot))
+                for run, one in ((small, full), (large, hot))
             )
         )
     del embedding, lm_head  # the target brings its own
@@ -161,8 +167,8 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         ),
         optimiser=Line(
             0.0,
-            count_weights(plan_head_spec(facts, config.head))
-            / statistics.mean((small.phases.optimiser, large.phases.optimiser)),
+            sum(count_weights(plan_head_spec(facts, one.head)) for one in (full, hot))
+            / (small.phases.optimiser + large.phases.optimiser),
         ),
         pack=Line(0.0, large.num_tokens / (large.phases.pack + large.phases.data_wait)),
         dump=Line(0.0, 2.0 * facts.num_active_weights * dump_rate),
@@ -183,11 +189,17 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
     )
 
 
+def _with_steps(config: Config, count: int, *, columns: int) -> Config:
+    """With a loss over so many steps and frequent ids (0: all), and no block without a step."""
+    loss = replace(config.loss, num_unroll_steps=count, sub_vocab_size=columns)
+    blocks = count if config.head.kind == "medusa" else 0
+    return replace(config, loss=loss, head=replace(config.head, num_blocks=blocks))
+
+
 def _train(
     config: Config,
     facts: TargetFacts,
     group: ProcessGroup,
-    loss: LossConfig,
     rows: Rows,
     embedding: torch.Tensor,
     lm_head: torch.Tensor,
@@ -195,9 +207,15 @@ def _train(
     num_rows: int,
 ) -> _TrainRun:
     """A few steps of the whole trainer, with ``num_rows`` rows per step, in a passing folder."""
-    spec = plan_head_spec(facts, config.head)
+    spec, loss, own_head = plan_head_spec(facts, config.head), config.loss, None
+    if spec.lm_head == "own":
+        ids = torch.arange(spec.draft_vocab_size) if spec.draft_vocab else None
+        if spec.draft_vocab is not None and ids is not None:
+            draft_vocab = replace(spec.draft_vocab, ids_sha256=hash_vocab_ids(ids))
+            spec = replace(spec, draft_vocab=draft_vocab)
+        own_head = OwnHead(ids, lm_head[: spec.draft_vocab_size])
     tokens = num_rows * rows.num_tokens
-    samples = _Samples(rows, 2 * num_rows, vocab=facts.vocab_size, width=facts.hidden_size)
+    samples = _Samples(rows, 2 * num_rows, spec)
     initial = initialise(
         spec,
         method="random",
@@ -205,6 +223,7 @@ def _train(
         initializer_range=0.02,
         num_target_layers=facts.num_layers,
         read_target=_no_tensor,
+        own_head=own_head,
     )
     kept = torch.arange(loss.sub_vocab_size) if loss.sub_vocab_size else None
     inputs = TrainInputs(spec, initial, embedding, lm_head, samples, kept, {"plan": "calibration"})
@@ -219,7 +238,7 @@ def _train(
     _reset_peak(group.device)
     with tempfile.TemporaryDirectory() as folder:
         run = RunConfig(name="calibration", root=folder)
-        Trainer(replace(config, run=run, loss=loss, trainer=trainer), inputs, group=group).train()
+        Trainer(replace(config, run=run, trainer=trainer), inputs, group=group).train()
         steps = list(read_events(Path(folder) / run.name / "events.jsonl", event="step"))
     phases = {
         name: statistics.median(float(step["seconds"][name]) for step in steps[_WARM_STEPS:])

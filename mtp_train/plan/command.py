@@ -51,12 +51,6 @@ def plan_for(config: Config) -> Plan:
     from mtp_train.plan.bill import make_plan
     from mtp_train.plan.hardware import find_hardware, load_calibration, save_calibration
 
-    if config.head.kind == "eagle3":
-        raise ValueError(
-            "head.kind=eagle3: the plan does not know what a step of a head with an lm_head of its "
-            "own costs; plan with head=mtp (the steps differ in fc and lm_head, the features take "
-            "1 + number of head.layer_ids times the disk), or see `mtp doctor head=eagle3`"
-        )
     facts = target_facts(config)
     if config.plan.hardware != "here":
         hardware = find_hardware(config.plan.hardware)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mtp_train.config import HeadConfig
-from runtime.head_spec import HeadSpec, NormPlacement, RopeSpec
-from runtime.models.config import ARCHITECTURES
+from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, RopeSpec
+from runtime.models.config import ARCHITECTURES, ModelConfig
 
 KNOWN_TARGETS = Path(__file__).with_name("known_targets.json")
 FAMILIES = ("llama", "qwen3", "deepseek_v2")
@@ -137,12 +138,14 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
     """The head that would be trained for such a target: plain decoder layers of its width.
 
     A target with latent attention or experts gets a head with as many ordinary heads and its dense
-    MLP. Rotary settings do not matter to sizes.
+    MLP. Rotary settings, biases of the target and the ids of a draft vocabulary do not matter to
+    sizes. Raises ``ValueError`` as :func:`make_head_spec` does.
     """
-    return HeadSpec(
-        kind=head.kind,
+    shape = ModelConfig(
+        architecture=facts.architecture,
         hidden_size=facts.hidden_size,
         intermediate_size=facts.head_inner,
+        num_layers=facts.num_layers,
         num_heads=facts.head_heads,
         num_kv_heads=facts.head_kv_heads,
         head_dim=facts.head_dim,
@@ -150,19 +153,17 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
         max_position_embeddings=131072,
         rope=RopeSpec(theta=10000.0),
         norm_eps=1e-5,
-        target_fingerprint="",
-        num_layers=head.num_layers,
-        concat=head.concat,
-        recycle=head.recycle,
-        first_embedding_mask=head.first_embedding_mask,
-        projection_bias=head.projection_bias,
-        norms=NormPlacement(**asdict(head.norms)),
-        logits_from="pre_norm" if head.kind == "eagle" else "post_norm",
+        tie_word_embeddings=facts.tie_word_embeddings,
+    )
+    return make_head_spec(
+        head, shape, fingerprint="", draft_vocab=unknown_draft_vocab(head.draft_vocab_size)
     )
 
 
 def count_weights(spec: HeadSpec) -> int:
-    return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
+    """Parameters; the list of a draft vocabulary holds none."""
+    shapes = spec.tensor_shapes()
+    return sum(math.prod(shape) for name, shape in shapes.items() if name != DRAFT_VOCAB_NAME)
 
 
 def _deepseek_blocks(raw: Mapping[str, Any], source: str) -> tuple[int, int, int]:

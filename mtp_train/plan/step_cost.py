@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from mtp_train.config import LossConfig
+from mtp_train.draft_loss import DraftTarget, draft_head_loss
 from mtp_train.heads import build_training_head
 from mtp_train.losses import SubVocabulary, head_loss
 from mtp_train.packing import HeadBatch, UnrollStep, pack
@@ -92,17 +93,24 @@ def count_step(
     for parameter in head.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
     embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=_META)
-    sub_vocab = _sub_vocabulary(spec, loss, dtype)
-    batch = _batch(spec, loss, rows, num_tokens, dtype, with_lse=sub_vocab is not None)
+    sub_vocab, draft_target = _sub_vocabulary(spec, loss, dtype), _draft_target(spec, dtype)
+    with_lse = sub_vocab is not None or spec.draft_vocab is not None
+    batch = _batch(spec, loss, rows, num_tokens, dtype, with_lse=with_lse)
     inputs = list(_tensors(batch))
-    known = [embedding, *head.parameters(), *inputs]
+    known = [embedding, *head.parameters(), *head.buffers(), *inputs]
     if sub_vocab is not None:
         known += [sub_vocab.ids_W, sub_vocab.weight_WD]
+    if draft_target is not None:
+        known.append(draft_target.weight_WD)
     with OperatorMeter(known) as meter:
-        states = head(batch, embedding)
+        own_head = {} if draft_target is None else {"with_lm_head": True}
+        states = head(batch, embedding, **own_head)
         kept, forward = meter.now, meter.flops
         meter.restart_peak()
-        parts = head_loss(states, batch, embedding, config=loss, sub_vocab=sub_vocab)
+        if draft_target is not None:
+            parts = draft_head_loss(states[:-1], batch, states[-1], draft_target, config=loss)
+        else:
+            parts = head_loss(states, batch, embedding, config=loss, sub_vocab=sub_vocab)
         loss_peak, in_loss = meter.peak, meter.flops - forward
         total = parts.total
         del states, parts
@@ -143,9 +151,18 @@ def _batch(
     for length in lengths:
         mask = torch.arange(length) >= round(prompt_share * length)
         hidden = torch.empty(length, spec.hidden_size, dtype=dtype, device=_META)
-        samples.append(_Row(torch.zeros(length, dtype=torch.int64), mask, hidden))
+        layers = None
+        if spec.reads_layers:
+            layers = torch.empty(length, spec.input_size, dtype=dtype, device=_META)
+        samples.append(_Row(torch.zeros(length, dtype=torch.int64), mask, hidden, layers))
     lses = [torch.zeros(length) for length in lengths] if with_lse else None
-    return pack(samples, num_steps=loss.num_unroll_steps, target_lse=lses).to(_META, dtype)
+    batch = pack(
+        samples,
+        num_steps=loss.num_unroll_steps,
+        target_lse=lses,
+        of_layers=spec.reads_layers,
+    )
+    return batch.to(_META, dtype)
 
 
 def _sub_vocabulary(spec: HeadSpec, loss: LossConfig, dtype: torch.dtype) -> SubVocabulary | None:
@@ -158,6 +175,14 @@ def _sub_vocabulary(spec: HeadSpec, loss: LossConfig, dtype: torch.dtype) -> Sub
         loss.sub_vocab_size,
         0.0,
     )
+
+
+def _draft_target(spec: HeadSpec, dtype: torch.dtype) -> DraftTarget | None:
+    """Of a head with an ``lm_head`` of its own; rows that are not the target's whole matrix."""
+    if spec.lm_head != "own":
+        return None
+    weight = torch.empty(spec.draft_vocab_size, spec.hidden_size, dtype=dtype, device=_META)
+    return DraftTarget(weight, is_whole=spec.draft_vocab is None)
 
 
 def _tensors(batch: HeadBatch) -> Iterator[torch.Tensor]:

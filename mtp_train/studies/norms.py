@@ -38,7 +38,7 @@ from mtp_train.features.target import (
     target_dtype,
 )
 from mtp_train.heads import build_training_head
-from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.heads.base import TrainingHead
 from mtp_train.run_dir import describe_machine, read_json, write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.targets import open_target

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.heads.base import TrainingHead
 from mtp_train.validate.unroll import HiddenSequence, training_drafts
 from runtime.request import Generation, SpecStep
 

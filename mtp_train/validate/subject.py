@@ -14,7 +14,7 @@ from mtp_train.config import Config
 from mtp_train.export.reader import load_any_head
 from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.heads import build_training_head
-from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.heads.base import TrainingHead
 from mtp_train.validate.in_training import lm_head_weight
 from runtime.config import EngineConfig
 from runtime.engine import Engine

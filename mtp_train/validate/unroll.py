@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_train.attention import cut_queries
-from mtp_train.heads.mtp import MtpHead as TrainingHead
+from mtp_train.heads.base import TrainingHead
 from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch, UnrollStep, read_rows
 from runtime.batch import BatchMode, build_batch, upload_ids

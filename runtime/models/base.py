@@ -79,6 +79,8 @@ class DraftModel(Model):
     ``layer_ids`` or rows of its own, and returns the state to recycle.
     """
 
+    max_draft_tokens: int | None = None  # most tokens of one chain; None: as many as asked for
+
     draft_vocab_size: int
     draft_vocab_ids: (
         torch.Tensor | None

@@ -40,9 +40,11 @@ def make_schedule(
 ) -> PlainSchedule:
     """The schedule that ``config.schedule`` names; plain decoding without a draft.
 
-    Raises ``ValueError`` when the schedule cannot work with this draft.
+    Raises ``ValueError`` when the schedule cannot work with this draft, or the draft with K.
     """
     name = _resolve(config, draft)
+    if isinstance(draft, DraftModel):
+        _check_length(config, draft)
     parts = Parts(
         config,
         make_runner(target),
@@ -67,6 +69,16 @@ def _resolve(config: EngineConfig, draft: Model | OnLeader | None) -> str:
             "runtime.schedule=auto goes by the draft"
         )
     return name
+
+
+def _check_length(config: EngineConfig, draft: DraftModel) -> None:
+    most = draft.max_draft_tokens
+    if most is not None and config.num_draft_tokens > most:
+        raise ValueError(
+            f"runtime.num_draft_tokens={config.num_draft_tokens}: this head drafts {most} tokens "
+            f"at most (it has one block for each); draft no more than {most}, or train one with "
+            "more blocks (head.num_blocks)"
+        )
 
 
 def _plain(parts: Parts) -> PlainSchedule:

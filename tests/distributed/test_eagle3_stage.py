@@ -23,7 +23,7 @@ from tests.unit.runtime.model_fixtures import random_ids
 from tests.unit.validate.subjects import RUNTIME
 
 LOSS = {"hidden_weight": 0.0}
-SLOW_START = {"trainer": {"max_steps": 4}, "loss": LOSS, "is_eagle3": True}
+SLOW_START = {"trainer": {"max_steps": 4}, "loss": LOSS, "kind": "eagle3"}
 
 
 def test_every_zero_stage_and_world_size_trains_the_same_lm_head(tmp_path):

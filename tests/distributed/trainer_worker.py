@@ -33,6 +33,7 @@ from mtp_train.train_loop import Trainer, TrainInputs
 from runtime.head_spec import HeadSpec
 from tests.unit.trainer.reference import (
     eagle3,
+    medusa,
     random_embedding,
     random_head,
     random_sample,
@@ -68,11 +69,12 @@ class Job:
     kill_after_s: float = 0.0
     kill_rank: int = 0
     num_samples: int = 13
-    is_eagle3: bool = False
+    kind: str = "mtp"
 
     @property
     def spec(self) -> HeadSpec:
-        return tiny_spec(**eagle3(draft_vocab=12)) if self.is_eagle3 else tiny_spec()
+        changes = {"mtp": {}, "eagle3": eagle3(draft_vocab=12), "medusa": medusa()}
+        return tiny_spec(**changes[self.kind])
 
 
 class TinyStore:

@@ -10,11 +10,12 @@ import torch
 from runtime.head_spec import HeadSpec
 from runtime.models.heads.eagle import EagleHead
 from runtime.models.heads.eagle3 import Eagle3Head
+from runtime.models.heads.medusa import MedusaHead
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import LlamaModel
 
 HEADS: Mapping[str, type[MtpHead]] = MappingProxyType(
-    {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head}
+    {"mtp": MtpHead, "eagle": EagleHead, "eagle3": Eagle3Head, "medusa": MedusaHead}
 )
 
 

@@ -119,7 +119,11 @@ def test_every_recipe_is_a_valid_configuration(
     ],
 )
 def test_every_option_is_a_valid_configuration(option: str) -> None:
-    needs = {"engine=vllm": ["engine.python=python3"], "head=eagle3": ["loss=eagle3"]}
+    needs = {
+        "engine=vllm": ["engine.python=python3"],
+        "head=eagle3": ["loss=eagle3"],
+        "head=medusa": ["loss=medusa"],
+    }
     given = [option, "run.name=x", "target.path=/m", "data.sources=[x]"]
     compose("train", [*given, *needs.get(option, [])])
 

@@ -14,7 +14,7 @@ from mtp_train import rules
 from mtp_train.app import CONF_DIR, dump_config
 from mtp_train.config import Config
 from mtp_train.settings import ConfigError, get_field, known_keys, load_config
-from runtime.head_spec import EAGLE3_FIELDS, EAGLE_FIELDS
+from runtime.head_spec import EAGLE3_FIELDS, EAGLE_FIELDS, MEDUSA_FIELDS
 
 MINIMAL: dict[str, Any] = {
     "run": {"name": "mine"},
@@ -197,6 +197,22 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"head\.draft_vocab_size=9 with head\.kind=mtp: only the head of EAGLE-3",
         ),
         (
+            {"head.num_blocks": 3},
+            r"head\.num_blocks=3 with head\.kind=mtp: only the head of Medusa .*head=medusa",
+        ),
+        (
+            {"head.num_layers": 0},
+            r"head\.num_layers=0 with head\.kind=mtp: it has one decoder layer or",
+        ),
+        (
+            {"head.init": "zero"},
+            r"head\.init=zero with head\.kind=mtp: use random, target_norm or last_layer",
+        ),
+        (
+            {"head.kind": "medusa"},
+            r"head\.num_layers=1 with head\.kind=medusa: .* has 0; .* head=medusa",
+        ),
+        (
             {"head.kind": "eagle"},
             r"head\.recycle=post_norm with head\.kind=eagle: .* has pre_norm; .* head=eagle",
         ),
@@ -320,6 +336,43 @@ def test_a_head_with_its_own_lm_head_wants_its_own_loss(loss: dict[str, Any], me
     raw = yaml.safe_load((CONF_DIR / "head" / "eagle3.yaml").read_text())
     with pytest.raises(ConfigError, match=message):
         load_config(_with(("head", raw), ("loss", loss)))
+
+
+def test_the_medusa_group_is_what_the_contract_calls_medusa() -> None:
+    raw = {
+        name: yaml.safe_load((CONF_DIR / name / "medusa.yaml").read_text())
+        for name in ("head", "loss")
+    }
+    raw["loss"].pop("defaults")
+    config = load_config(_with(*raw.items()))
+    assert dataclasses.asdict(config.head.norms) == vars(MEDUSA_FIELDS["norms"])
+    for field in ("concat", "recycle", "first_embedding_mask", "num_layers"):
+        assert getattr(config.head, field) == MEDUSA_FIELDS[field]
+    assert config.head.num_blocks == config.loss.num_unroll_steps == config.validate.k
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss.num_unroll_steps": 2},
+            r"num_unroll_steps=2 with head\.num_blocks=3: .*=medusa",
+        ),
+        ({"head.num_blocks": 0}, r"head\.num_blocks=0 with head\.kind=medusa: .* at least 1"),
+        ({"loss.own_tokens": True}, r"loss\.own_tokens=true with head\.kind=medusa"),
+        ({"validate.k": 4}, r"validate\.k=4 with head\.num_blocks=3: .*lower validate\.k"),
+        ({"generate.k": 4}, r"generate\.k=4 with head\.num_blocks=3"),
+        ({"head.init": "last_layer"}, r"head\.init=last_layer with .*medusa: use zero or random"),
+    ],
+)
+def test_blocks_go_with_the_loss_and_with_what_is_drafted(
+    changes: dict[str, Any], message: str
+) -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "medusa.yaml").read_text())
+    settings = {"head": raw, "loss": {"num_unroll_steps": 3}}
+    load_config(_with(*settings.items()))
+    with pytest.raises(ConfigError, match=message):
+        load_config(_with(*settings.items(), *changes.items()))
 
 
 _ABSENT = object()

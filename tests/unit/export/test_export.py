@@ -30,7 +30,13 @@ from mtp_train.stages import run_export, run_validate
 from mtp_train.validate.subject import Subject, hash_head
 from runtime.head_spec import DraftVocab, NormPlacement, hash_vocab_ids, load_head, save_head
 from tests.unit.export.tampers import TAMPERS
-from tests.unit.runtime.engine_fixtures import head_spec, random_head_tensors, tiny_target
+from tests.unit.runtime.engine_fixtures import (
+    EAGLE3,
+    MEDUSA,
+    head_spec,
+    random_head_tensors,
+    tiny_target,
+)
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, YARN_ROPE
 from tests.unit.validate.subjects import RUNTIME
 
@@ -274,6 +280,8 @@ def test_a_damaged_record_is_named(key: str, value: Any, message: str, copy: Pat
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        (MEDUSA, r"head kind=medusa: .* residual blocks.* Nearest: train head=mtp"),
+        (EAGLE3, "head kind=eagle3: .* no place for residual streams"),
         ({"recycle": "pre_norm"}, 'recycle="pre_norm"'),
         ({"first_embedding_mask": False}, "first_embedding_mask=false"),
         ({"norm_form": "1+w"}, "norm_form"),

@@ -15,6 +15,7 @@ from rich.console import Console
 from mtp_train import precompute
 from mtp_train.config import Config
 from mtp_train.distributed import SingleProcessGroup
+from mtp_train.errors import ConfigError
 from mtp_train.events import read_events
 from mtp_train.features.estimate import DiskUsage
 from mtp_train.features.manifest import FeatureStoreError, load_manifest
@@ -22,7 +23,7 @@ from mtp_train.features.p0 import P0Error
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
 from mtp_train.features.writer import NonFiniteError
-from mtp_train.rules import ConfigError, check_config
+from mtp_train.rules import check_config
 from runtime.request import HiddenRows
 from tests.unit.features.targets import (
     make_config,

@@ -108,6 +108,40 @@ def test_disk_is_what_precompute_says() -> None:
     assert made.feature_bytes == dict(made.features)["fp8_e4m3"]
 
 
+EAGLE3 = ("head=eagle3", "loss=eagle3", "head.layer_ids=[1,2]")
+MEDUSA = ("head=medusa", "loss=medusa")
+
+
+def test_a_head_that_reads_residual_streams_has_more_features_and_its_own_lm_head() -> None:
+    made, whole = plan(*EAGLE3, "head.draft_vocab_size=100"), plan(*EAGLE3)
+    size = estimate_size([100] * 120, hidden_size=64, codec=made.codec, num_states=3).num_bytes
+    assert made.feature_bytes == size
+    d, inner, kv_dim = 64, 128, 32
+    layer = 2 * d * d + 2 * 2 * d * kv_dim + d * d + 3 * d * inner
+    assert made.num_head_weights == 2 * d * d + layer + 4 * d + 100 * d
+    assert whole.num_head_weights - made.num_head_weights == 400 * d
+    parts = {part.name: part.num_bytes for part in made.memory[1].parts}
+    assert parts["frequent lm_head rows"] == 100 * d * 4
+    assert "frequent lm_head rows" not in {part.name for part in whole.memory[1].parts}
+    once = 2 * 500 * 64 * 12000 * 0.6 / 1e9  # the target's mass on the list
+    seconds = {time.name: time.seconds for time in made.times}
+    assert seconds["training"] == pytest.approx(made.steps * made.step_seconds + once)
+    with pytest.raises(ValueError, match=r"head\.draft_vocab_size=500: must be below"):
+        plan(*EAGLE3, "head.draft_vocab_size=500")
+    with pytest.raises(ValueError, match=r"head\.layer_ids=\[1, 3\]"):
+        plan(*EAGLE3, "head.layer_ids=[1,3]")
+
+
+def test_a_medusa_head_keeps_no_keys_and_drafts_through_one_block() -> None:
+    made, mtp = plan(*MEDUSA), plan()
+    assert made.num_head_weights == 3 * (64 * 64 + 64)
+    slots = 1024 * 16 * 4
+    pool = next(part for part in made.memory[0].parts if part.name == "K/V pool")
+    assert pool.num_bytes == slots * 3 * 2 * 2 * 16
+    assert made.feature_bytes == mtp.feature_bytes
+    assert made.hours("validation") < mtp.hours("validation")
+
+
 def test_training_memory_has_every_part_and_the_target_only_where_it_validates() -> None:
     outside = plan().memory[1]
     names = [part.name for part in outside.parts]

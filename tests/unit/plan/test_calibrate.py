@@ -22,9 +22,17 @@ def test_memory_is_a_base_and_a_share_of_what_passes() -> None:
     assert fit_memory((700.0, 100.0), (750.0, 200.0)) == (600.0, 1.0)
 
 
+HEADS = {
+    "mtp": (),
+    "eagle3": ("head=eagle3", "loss=eagle3", "head.layer_ids=[1]", "head.draft_vocab_size=9"),
+    "medusa": ("head=medusa", "loss=medusa"),
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
 def test_a_calibration_has_every_rate_and_makes_a_measured_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_DUMP_SECONDS", 0.2)
     monkeypatch.setattr(module, "_SMALL_TOKENS", {"cpu": 60})
@@ -37,6 +45,7 @@ def test_a_calibration_has_every_rate_and_makes_a_measured_plan(
             *("plan.row_tokens=30", "plan.answer_tokens=20", "runtime.num_threads=1"),
             *("runtime.num_pages=64", "runtime.max_model_len=64", "runtime.max_running=4"),
             *("trainer.tokens_per_step=120", "trainer.validate_every=0"),
+            *HEADS[head],
         ],
     )
     hardware = calibrate(config, read_facts(target))

@@ -12,7 +12,14 @@ from mtp_train.losses import head_loss
 from mtp_train.packing import pack
 from mtp_train.plan.operator_meter import OperatorMeter
 from mtp_train.plan.step_cost import Rows, StepCost, StepCosts, count_step
-from tests.unit.trainer.reference import TinySample, random_embedding, random_head, tiny_spec
+from tests.unit.trainer.reference import (
+    TinySample,
+    eagle3,
+    medusa,
+    random_embedding,
+    random_head,
+    tiny_spec,
+)
 
 FP32 = torch.float32
 ROWS = Rows(40, 30)
@@ -47,6 +54,34 @@ def test_products_are_those_of_the_layers_by_hand() -> None:
     attention = 2 * 30 * 4 * 38 * 8 * 2  # 30 queries, 4 heads, 38 keys, 8 wide: scores and values
     assert cost.forward_flops == 2 * (linears + attention)
     assert cost.loss_flops == 2 * 3 * active * 61 * d  # both logits and the gradient
+
+
+@pytest.mark.parametrize("draft_vocab", [0, 12])
+def test_products_of_a_head_with_an_lm_head_of_its_own(draft_vocab: int) -> None:
+    """``fc`` over two streams, projections over ``[e; x]``, and a gradient for its ``lm_head``."""
+    spec = tiny_spec(**eagle3(draft_vocab))
+    loss = LossConfig(hidden_weight=0.0)
+    cost = count_step(spec, loss, ROWS, num_tokens=80, dtype=FP32)
+    computed, queries = 2 * 38, 2 * 30
+    d, inner, q_dim, kv_dim = 32, 48, 32, 16
+    linears = computed * (2 * d * d + 2 * 2 * d * kv_dim)
+    linears += queries * (2 * d * q_dim + d * q_dim + 3 * d * inner)
+    attention = 2 * 30 * 4 * 38 * 8 * 2
+    assert cost.forward_flops == 2 * (linears + attention)
+    assert cost.loss_flops == 2 * 4 * queries * (draft_vocab or 61) * d
+    assert (
+        cost.batch_bytes
+        > count_step(tiny_spec(), loss, ROWS, num_tokens=80, dtype=FP32).batch_bytes
+    )
+
+
+def test_products_of_medusa_are_a_matrix_per_block() -> None:
+    spec = tiny_spec(**medusa())
+    loss = LossConfig(hidden_weight=0.0, num_unroll_steps=3)
+    cost = count_step(spec, loss, ROWS, num_tokens=80, dtype=FP32)
+    queries = 2 * (32 + 31 + 30)  # later steps start at earlier rows
+    assert cost.forward_flops == 2 * queries * 32 * 32
+    assert cost.loss_flops == 2 * 3 * 3 * 2 * 30 * 61 * 32
 
 
 def test_bytes_kept_are_those_of_the_same_step_on_real_tensors() -> None:

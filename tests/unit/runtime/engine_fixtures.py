@@ -12,7 +12,7 @@ from mtp_train.validate.recompute import draft_state_errors
 from runtime.batch import ForwardBatch
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import EAGLE3_FIELDS, HeadSpec, RopeSpec
+from runtime.head_spec import EAGLE3_FIELDS, MEDUSA_FIELDS, HeadSpec, RopeSpec
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.models.base import DraftModel, Model
 from runtime.models.heads import build_head
@@ -66,6 +66,13 @@ EAGLE3: dict[str, Any] = {
     "recycle": "pre_norm",
     "fusion_norm": "each",
     **EAGLE3_FIELDS,
+}
+
+MEDUSA: dict[str, Any] = {
+    "kind": "medusa",
+    "num_blocks": 3,
+    "projection_bias": True,
+    **MEDUSA_FIELDS,
 }
 
 

@@ -16,6 +16,7 @@ from runtime.request import Request, SamplingParams
 from runtime.scheduler import StepPlan
 from runtime.spec.base import PendingStep
 from tests.unit.runtime.engine_fixtures import (
+    MEDUSA,
     VOCAB,
     check_draft_state,
     make_engine,
@@ -85,6 +86,19 @@ def test_graphs_change_no_token(
     after = check_draft_state if k else None
     got = run_stepwise(engine, make_requests(temperature=temperature), late=True, after_step=after)
     assert got == wanted
+    assert recorder.num_replays > 2 * recorder.num_recorded > 0
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_graphs_of_a_head_without_a_cache_change_no_token(
+    plain_target: Target, target: Target, k: int
+) -> None:
+    plain = make_engine(plain_target, random_head(plain_target, **MEDUSA), num_draft_tokens=k)
+    wanted = run_stepwise(plain, make_requests(), late=True)
+    recorder = OperatorRecorder()
+    draft = random_head(target, **MEDUSA)
+    engine = make_engine(target, draft, num_draft_tokens=k, cuda_graphs=True, recorder=recorder)
+    assert run_stepwise(engine, make_requests(), late=True, after_step=check_draft_state) == wanted
     assert recorder.num_replays > 2 * recorder.num_recorded > 0
 
 

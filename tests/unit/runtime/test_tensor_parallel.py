@@ -30,6 +30,7 @@ from runtime.spec.mtp import MtpSchedule
 from tests.unit.runtime.engine_fixtures import (
     EAGLE3,
     EOS,
+    MEDUSA,
     VOCAB,
     head_spec,
     make_requests,
@@ -205,8 +206,8 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3],
-    ids=["eagle with a bias", "two layers", "eagle3"],
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3, MEDUSA],
+    ids=["eagle with a bias", "two layers", "eagle3", "medusa"],
 )
 def test_another_head_drafts_as_on_one_rank(changes: dict[str, Any], tmp_path: Path) -> None:
     case = make_case(tmp_path, "even", **changes)

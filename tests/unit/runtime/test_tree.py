@@ -28,6 +28,7 @@ from runtime.verify_tree import VerifiedTree
 from tests.unit.runtime.engine_fixtures import (
     EAGLE3,
     EOS,
+    MEDUSA,
     StubDraft,
     check_draft_state,
     head_spec,
@@ -95,8 +96,8 @@ def test_output_and_state_equal_plain_decoding(
 @pytest.mark.parametrize("shape", ["fixed", "dynamic"])
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3],
-    ids=["eagle with a bias", "two layers", "eagle3"],
+    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3, MEDUSA],
+    ids=["eagle with a bias", "two layers", "eagle3", "medusa"],
 )
 def test_trees_of_another_head_are_its_own_and_exact(
     target: Target, changes: dict[str, Any], shape: str

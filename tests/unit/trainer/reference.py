@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from mtp_train.heads import build_training_head
+from mtp_train.heads.base import TrainingHead
 from mtp_train.heads.init import OwnHead, initialise
-from mtp_train.heads.mtp import MtpHead
-from runtime.head_spec import EAGLE3_FIELDS, DraftVocab, HeadSpec, RopeSpec, hash_vocab_ids
+from runtime.head_spec import (
+    EAGLE3_FIELDS,
+    MEDUSA_FIELDS,
+    DraftVocab,
+    HeadSpec,
+    RopeSpec,
+    hash_vocab_ids,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ def tiny_spec(**changes) -> HeadSpec:
     return HeadSpec(**(values | changes))
 
 
-def random_head(spec: HeadSpec, seed: int = 0) -> MtpHead:
+def random_head(spec: HeadSpec, seed: int = 0) -> TrainingHead:
     """Weights large enough that every part of the head matters, norm weights away from one."""
     head = build_training_head(spec, dtype=torch.float32)
     own_head = None
@@ -79,6 +86,12 @@ def eagle3(draft_vocab: int = 0, **changes: Any) -> dict[str, Any]:
         vocab = DraftVocab(draft_vocab, 0.5, hash_vocab_ids(ids_W))
     fields = {"layer_ids": (1, 3), "recycle": "pre_norm", "draft_vocab": vocab}
     return {"kind": "eagle3", **EAGLE3_FIELDS, **fields, **changes}
+
+
+def medusa(num_blocks: int = 3, **changes: Any) -> dict[str, Any]:
+    """Changes of :func:`tiny_spec` that make it a Medusa head."""
+    fields = {"num_blocks": num_blocks, "projection_bias": True}
+    return {"kind": "medusa", **MEDUSA_FIELDS, **fields, **changes}
 
 
 def random_embedding(spec: HeadSpec, seed: int = 7) -> torch.Tensor:
@@ -182,9 +195,16 @@ class StepwiseHead:
             gate * (w[layer + "mlp.up_proj.weight"] @ m)
         )
 
+    def block(self, index: int, g: torch.Tensor) -> torch.Tensor:
+        name = f"blocks.{index}.layers.0."
+        z = self.w[name + "weight"] @ g + self.w.get(name + "bias", 0.0)
+        return g + z / (1 + (-z).exp())
+
     def unroll(self, sample: TinySample, start: int, num_steps: int) -> list[torch.Tensor]:
         """States of ``num_steps`` chained steps from ``start``: a cache of rows ``<= start``, then
         recycled rows on top of it."""
+        if self.spec.kind == "medusa":
+            return [self.block(k, sample.hidden[start]) for k in range(num_steps)]
         cache: dict = {}
         read = sample.layers if self.spec.reads_layers else sample.hidden
         for i in range(start + 1):

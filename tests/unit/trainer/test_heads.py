@@ -16,6 +16,7 @@ from runtime.layers import RotaryEmbedding
 from tests.unit.trainer.reference import (
     StepwiseHead,
     eagle3,
+    medusa,
     random_embedding,
     random_head,
     random_sample,
@@ -46,7 +47,10 @@ SPECS = {
     "eagle3, every variant": eagle3(12, fusion_norm="each", residual="normed", recycle="post_norm"),
     "eagle3, norm of all streams": eagle3(fusion_norm="joined"),
     "eagle": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
+    "medusa": medusa(),
+    "medusa without a bias": medusa(4, projection_bias=False),
 }
+UNROLLED = {"one layer": {}, "two layers": {"num_layers": 2}, "medusa": medusa()}
 
 
 @pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS.keys())
@@ -70,9 +74,9 @@ def test_packed_unroll_equals_stepwise_decode_with_a_cache(changes):
     assert compared == sum(step.rows_N.numel() for step in batch.steps)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_only_needed_rows_give_the_same_states_as_all_rows(num_layers):
-    spec = tiny_spec(num_layers=num_layers)
+@pytest.mark.parametrize("changes", UNROLLED.values(), ids=UNROLLED.keys())
+def test_only_needed_rows_give_the_same_states_as_all_rows(changes):
+    spec = tiny_spec(**changes)
     head, embedding = random_head(spec), random_embedding(spec)
     samples = [random_sample(spec, 40, seed=1, mask="spans"), random_sample(spec, 90, seed=2)]
     sparse, full = (pack(samples, num_steps=3, every_row=every) for every in (False, True))
@@ -88,16 +92,17 @@ def test_only_needed_rows_give_the_same_states_as_all_rows(num_layers):
     assert sparse.steps[0].rows_N.numel() < full.steps[0].rows_N.numel()
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_gradients_of_the_unroll_equal_those_of_plain_autograd(num_layers):
-    spec = tiny_spec(num_layers=num_layers)
+@pytest.mark.parametrize("changes", [*UNROLLED.values(), eagle3()], ids=[*UNROLLED, "eagle3"])
+def test_gradients_of_the_unroll_equal_those_of_plain_autograd(changes):
+    spec = tiny_spec(**changes)
     head, embedding = random_head(spec), random_embedding(spec)
     sample = random_sample(spec, 11, seed=5)
-    batch = pack([sample], num_steps=3, every_row=True)
+    batch = pack([sample], num_steps=3, every_row=True, of_layers=spec.reads_layers)
     weights = [torch.randn(s.rows_N.numel(), spec.hidden_size) for s in batch.steps]
     loss = sum((s * w).sum() for s, w in zip(head(batch, embedding), weights, strict=True))
-    names = [n for n, _ in head.named_parameters()]
-    ours = torch.autograd.grad(loss, list(head.parameters()))
+    trained = {n: p for n, p in head.named_parameters() if n != "lm_head.weight"}
+    names = list(trained)
+    ours = torch.autograd.grad(loss, list(trained.values()))
     tensors = {n: p.detach().clone().requires_grad_() for n, p in head.named_parameters()}
     reference = StepwiseHead(spec, tensors, embedding)
     expected = 0.0
@@ -237,16 +242,18 @@ def test_a_yarn_head_goes_through_its_file_and_other_heads_keep_theirs():
         RopeSpec(1e4, "yarn", 4.0)
 
 
-def test_exported_tensors_are_those_of_the_spec_and_load_again():
-    spec = tiny_spec()
+@pytest.mark.parametrize("changes", [{}, medusa()], ids=["mtp", "medusa"])
+def test_exported_tensors_are_those_of_the_spec_and_load_again(changes):
+    spec = tiny_spec(**changes)
     head = random_head(spec)
     tensors = head.export_tensors()
     assert {n: tuple(t.shape) for n, t in tensors.items()} == spec.tensor_shapes()
     other = build_training_head(spec, dtype=torch.float32)
     other.load_tensors(tensors)
     assert all(torch.equal(t, tensors[n]) for n, t in other.export_tensors().items())
-    del tensors["norm.weight"]
-    with pytest.raises(ValueError, match=r"norm\.weight"):
+    name = "blocks.2.layers.0.bias" if changes else "norm.weight"
+    del tensors[name]
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         other.load_tensors(tensors)
 
 
@@ -282,6 +289,22 @@ def test_target_norm_start_differs_from_a_random_one_in_the_final_norm_alone():
         assert torch.equal(tensors[name], wanted), name
     bare = tiny_spec(norms=NormPlacement(final=False))
     assert "norm.weight" not in _fresh(bare, "target_norm")
+
+
+def test_a_zero_start_is_the_identity_and_learns():
+    spec = tiny_spec(**medusa())
+    head = build_training_head(spec, dtype=torch.float32)
+    head.load_tensors(_fresh(spec, "zero"))
+    sample = random_sample(spec, 12, seed=2)
+    batch = pack([sample], num_steps=3, every_row=True)
+    states = head(batch, random_embedding(spec))
+    for step, state in zip(batch.steps, states, strict=True):
+        assert torch.equal(state, batch.hidden_SD[step.rows_N])
+    sum(state.square().sum() for state in states).backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in head.parameters())
+    random = _fresh(spec, "random")
+    assert random["blocks.0.layers.0.weight"].std() == pytest.approx(0.05, rel=0.1)
+    assert not random["blocks.0.layers.0.bias"].any()
 
 
 @pytest.mark.parametrize(

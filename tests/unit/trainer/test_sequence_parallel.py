@@ -7,7 +7,7 @@ import torch
 
 from mtp_train.packing import idle_batch, pack
 from mtp_train.sequence_parallel import check_divides_heads, share_rows
-from tests.unit.trainer.reference import random_sample, tiny_spec
+from tests.unit.trainer.reference import medusa, random_sample, tiny_spec
 
 
 def gathered(parts, layout):
@@ -64,5 +64,6 @@ def test_a_batch_of_one_row_leaves_the_other_ranks_without_any():
 
 def test_heads_that_do_not_divide_are_refused_by_name():
     check_divides_heads(tiny_spec(), 2)
+    check_divides_heads(tiny_spec(**medusa()), 3)  # it has none
     with pytest.raises(ValueError, match=r"trainer\.sequence_parallel=4: .*num_kv_heads=2"):
         check_divides_heads(tiny_spec(), 4)
