@@ -81,17 +81,13 @@ def build_batch(
     hidden_ND: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """Rows ``starts[b] .. starts[b] + q_lens[b] - 1`` of each request, in request order."""
-    starts_B, rows_B = np.asarray(starts), np.asarray(table_rows)
-    if min(q_lens) == max(q_lens):  # decoding and verification
-        positions_N = (starts_B[:, None] + np.arange(q_lens[0])).ravel()
-        rows_N = np.repeat(rows_B, q_lens[0])
+    if len(starts) == 1:  # where every microsecond of the host is one of the step
+        stop = starts[0] + q_lens[0]
+        positions_N = np.arange(starts[0], stop)
+        slots_N = table.host_slots_RT[table_rows[0], starts[0] : stop].copy()
     else:
-        # Row i of the batch: its request's start, plus how far it is into that request's rows.
-        counts_B = np.asarray(q_lens)
-        offsets_B = np.cumsum(counts_B) - counts_B
-        positions_N = np.repeat(starts_B - offsets_B, counts_B) + np.arange(sum(q_lens))
-        rows_N = np.repeat(rows_B, counts_B)
-    slots_N = table.host_slots_RT[rows_N, positions_N]
+        positions_N, rows_N = _locate(table_rows, starts, q_lens)
+        slots_N = table.host_slots_RT[rows_N, positions_N]
     return ForwardBatch(
         mode=mode,
         input_ids_N=input_ids_N,
@@ -102,6 +98,21 @@ def build_batch(
         table_rows=tuple(table_rows),
         hidden_ND=hidden_ND,
     )
+
+
+def _locate(
+    table_rows: Sequence[int], starts: Sequence[int], q_lens: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Position and table row of every row of a batch."""
+    starts_B, rows_B = np.asarray(starts), np.asarray(table_rows)
+    if min(q_lens) == max(q_lens):  # decoding and verification
+        positions_N = (starts_B[:, None] + np.arange(q_lens[0])).ravel()
+        return positions_N, np.repeat(rows_B, q_lens[0])
+    # Row i of the batch: its request's start, plus how far it is into that request's rows.
+    counts_B = np.asarray(q_lens)
+    offsets_B = np.cumsum(counts_B) - counts_B
+    positions_N = np.repeat(starts_B - offsets_B, counts_B) + np.arange(sum(q_lens))
+    return positions_N, np.repeat(rows_B, counts_B)
 
 
 def build_tree_batch(
