@@ -466,5 +466,5 @@ def _check_context(config: EngineConfig, *, target: Model, draft: Model | OnLead
             raise ValueError(
                 f"runtime.max_model_len={config.max_model_len}: the {role} has "
                 f"sliding_window={window}, and attention is to all tokens here, which is the same "
-                f"up to that length only; use at most {window}"
+                f"up to that length only; use at most {window}, and prompts and samples that fit"
             )

@@ -20,7 +20,7 @@ class LayerParts:
 
     def __str__(self) -> str:
         present = [name for name, is_there in vars(self).items() if is_there]
-        return ", ".join(present) or "none"
+        return ", ".join(present) or "no biases or head norms"
 
 
 PLAIN_LAYER = LayerParts()  # a Llama's

@@ -61,6 +61,14 @@ def make_head_spec(
 
     ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over.
     """
+    parts = head_parts(config, target.layer_parts)
+    if config.init == "last_layer" and parts != target.layer_parts:
+        logger.warning(
+            "head.init=last_layer: the target's decoder layers have %s, the head's %s; what is "
+            "missing is left out of the copy",
+            target.layer_parts,
+            parts,
+        )
     return HeadSpec(
         kind=config.kind,
         hidden_size=target.hidden_size,
@@ -79,7 +87,7 @@ def make_head_spec(
         recycle=config.recycle,
         first_embedding_mask=config.first_embedding_mask,
         projection_bias=config.projection_bias,
-        layer_parts=head_parts(config, target.layer_parts),
+        layer_parts=parts,
         norm_form=target.norm_form,
         norms=NormPlacement(**asdict(config.norms)),
         logits_from="pre_norm" if config.kind in ("eagle", "medusa") else "post_norm",

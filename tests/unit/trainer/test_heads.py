@@ -301,7 +301,7 @@ def _target(family: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_has_the_parts_of_its_targets_layers_unless_told_otherwise(family):
+def test_a_head_has_the_parts_of_its_targets_layers_unless_told_otherwise(family, caplog):
     target, parts = _target(family), FAMILIES[family][2]
 
     def parts_of(head: HeadConfig) -> LayerParts:
@@ -316,6 +316,11 @@ def test_a_head_has_the_parts_of_its_targets_layers_unless_told_otherwise(family
     norms = HeadNorms(enorm=False, hnorm=False, input=False, final=False)
     eagle = HeadConfig(kind="eagle", recycle="pre_norm", first_embedding_mask=False, norms=norms)
     assert parts_of(eagle) == LayerParts()
+    assert not caplog.records
+    parts_of(HeadConfig(init="last_layer", decoder="llama"))
+    assert [str(parts) in record.getMessage() for record in caplog.records] == [True] * (
+        family != "llama"
+    )
 
 
 def _fresh(spec, method, read_target=lambda name: torch.empty(0)):
