@@ -98,16 +98,6 @@ def test_every_kind_of_head_is_green(tmp_path: Path, recycle: str, concat: str) 
     assert climb_p3(subject).passed
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_every_family_is_green(tmp_path: Path, family: str) -> None:
-    subject = make_subject(tmp_path, family=family)
-    assert climb_p0(subject).passed
-    assert p1.check(subject, SEQUENCES).passed
-    assert p2.check(subject, SEQUENCES, k=3).passed
-    assert climb_p3(subject).passed
-    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
-
-
 # -- P0: the state that is stored ------------------------------------------------------------------
 
 
@@ -338,34 +328,6 @@ def test_p2_sees_a_head_that_is_read_differently(tmp_path: Path, name: str) -> N
         setattr(subject, field_name, value)
     if name == "theta":
         subject.overrides = (("rope", replace(subject.spec.rope, theta=5000.0)),)
-    assert not p2.check(subject, SEQUENCES, k=3).passed
-
-
-def forget_head_norms(head: MtpHead) -> None:
-    for block in head.blocks:
-        block.q_norm = block.k_norm = block.fused = None
-
-
-def swap_head_norms(head: MtpHead) -> None:
-    for block in head.blocks:
-        block.q_norm, block.k_norm, block.fused = block.k_norm, block.q_norm, None
-
-
-def forget_biases(head: MtpHead) -> None:
-    for block in head.blocks:
-        block.qkv._bias = block.fused = None
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [("qwen3", forget_head_norms), ("qwen3", swap_head_norms), ("qwen2", forget_biases)],
-)
-def test_p2_sees_parts_of_the_layer_that_are_not_computed(
-    tmp_path: Path, family: str, change: Callable[[MtpHead], None]
-) -> None:
-    subject = make_subject(tmp_path, kind=MisreadSubject, family=family)
-    assert isinstance(subject, MisreadSubject)
-    subject.change = change
     assert not p2.check(subject, SEQUENCES, k=3).passed
 
 
