@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mtp_train.config import Config, LossConfig, TrainerConfig
+from mtp_train.config import Config, HeadConfig, LossConfig, TrainerConfig
 from mtp_train.features.target import target_dtype
 
 # of `trainer`: these change no step, or only how it is computed
@@ -33,6 +33,7 @@ _LATER_KEYS = (
     "sequence_parallel",
     "optimizer",
 )
+_LATER_HEAD_KEYS = ("decoder",)
 
 
 def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:
@@ -50,6 +51,11 @@ def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
+def head_settings(head: HeadConfig, layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Of the head, as plain values; ``layer_ids`` as chosen for the target."""
+    return {**_without_later_defaults(head, _LATER_HEAD_KEYS), "layer_ids": list(layer_ids)}
+
+
 def _measured(config: Config, device: torch.device) -> dict[str, Any]:
     """What decides which head is the best."""
     validate, runtime = config.validate, config.runtime
@@ -65,10 +71,12 @@ def _measured(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _without_later_defaults(section: LossConfig | TrainerConfig) -> dict[str, Any]:
+def _without_later_defaults(
+    section: HeadConfig | LossConfig | TrainerConfig, later: tuple[str, ...] = _LATER_KEYS
+) -> dict[str, Any]:
     defaults = {field.name: field.default for field in dataclasses.fields(section)}
     return {
         name: value
         for name, value in dataclasses.asdict(section).items()
-        if name not in _LATER_KEYS or value != defaults[name]
+        if name not in later or value != defaults[name]
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from mtp_train.heads.init import OwnHead, initialise, make_head_spec, read_initi
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.normalisers import NormaliserKey, load_normalisers, save_normalisers
+from mtp_train.resume_settings import head_settings
 from mtp_train.run_dir import RunDirectory, StageRecord
 from mtp_train.targets import open_target
 from mtp_train.train_loop import Trainer, TrainInputs, ignore
@@ -142,7 +142,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab
     )
     method = config.head.init
-    start: dict[str, Any] = {"head": {**asdict(config.head), "layer_ids": list(layer_ids)}}
+    start: dict[str, Any] = {"head": head_settings(config.head, layer_ids)}
     if method in BUILT_IN_INITS:
         own_head = None
         if spec.lm_head == "own":

@@ -23,6 +23,7 @@ _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 _SIGNATURES = MappingProxyType(
     {
         "add_rms_norm": (_P, _P, _P, _P, _L, _L, _F),
+        "norm_heads": (_P, _P, _L, _L, _L, _L, _F),
         "rotate": (_P, _P, _P, _L, _L, _L, _L, _L),
         "silu_mul": (_P, _P, _L, _L),
         "argmax": (_P, _P, _L, _L),
@@ -41,7 +42,8 @@ class BlockPointers(ctypes.Structure):
     """``Block`` of csrc/block.h: where one decoder block's weights lie."""
 
     _fields_ = (
-        *((name, _P) for name in ("input_norm", "post_norm", "qkv", "out", "gate_up", "down")),
+        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, _P) for name in ("qkv", "out", "gate_up", "down")),
         *((f"{name}_bias", _P) for name in ("qkv", "out", "gate_up", "down")),
         ("eps", _F),
     )
@@ -109,6 +111,20 @@ class CpuKernels(BlockOps):
             norm.eps,
         )
         return out_ND
+
+    def norm_heads(self, heads_NXC: torch.Tensor, norm: NormWeight) -> None:
+        rows, heads, width = heads_NXC.shape
+        assert heads_NXC.stride()[1:] == (width, 1), "the heads of a row must be contiguous"
+        assert norm.weight_D.dtype is torch.float32, "norm weights are float32"
+        self._functions["norm_heads", heads_NXC.dtype](
+            heads_NXC.data_ptr(),
+            norm.weight_D.data_ptr(),
+            rows,
+            heads,
+            heads_NXC.stride(0),
+            width,
+            norm.eps,
+        )
 
     def rotate(self, qkv_NXC: torch.Tensor, num_rotated: int, angles: RotaryAngles) -> None:
         rows, _, width = qkv_NXC.shape

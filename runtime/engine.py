@@ -66,12 +66,15 @@ class Engine:
         transfer: HostTransfer | None = None,
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """Raises ``ValueError`` for K without a draft, or a draft of another vocabulary."""
+        """Raises ``ValueError`` for K without a draft, a draft of another vocabulary, or lengths
+        beyond a model's sliding window.
+        """
         if config.num_draft_tokens and draft is None:
             raise ValueError(
                 f"runtime.num_draft_tokens={config.num_draft_tokens}: needs a draft head or a "
                 "draft model; give one or set it to 0"
             )
+        _check_context(config, target=target, draft=draft)
         if isinstance(draft, DraftModel) and draft.layer_ids:
             target = target.tapped(draft.layer_ids)
         self.config = config
@@ -454,3 +457,14 @@ class Engine:
             text=visible_text(self.tokenizer, state.output_ids, state.request.sampling.stop),
             logprobs=state.take_logprobs(),
         )
+
+
+def _check_context(config: EngineConfig, *, target: Model, draft: Model | OnLeader | None) -> None:
+    for role, model in (("target", target), ("draft", draft)):
+        window = model.max_context if isinstance(model, Model) else None
+        if window is not None and config.max_model_len > window:
+            raise ValueError(
+                f"runtime.max_model_len={config.max_model_len}: the {role} has "
+                f"sliding_window={window}, and attention is to all tokens here, which is the same "
+                f"up to that length only; use at most {window}, and prompts and samples that fit"
+            )

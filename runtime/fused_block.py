@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.cpu_kernels import BlockPointers
@@ -19,15 +20,16 @@ class FusedBlock:
 
 
 def fuse_block(
-    input_norm: NormWeight | None,
-    post_norm: NormWeight | None,
+    norms: Mapping[str, NormWeight | None],
     *,
     qkv: Linear,
     out: Linear,
     gate_up: Linear,
     down: Linear,
 ) -> FusedBlock | None:
-    """``None`` where a linear is no :class:`PanelLinear`, widths are no whole panels, or query, key
+    """``norms``: ``input_norm``, ``post_norm``, ``q_norm`` and ``k_norm``, all of one epsilon.
+
+    ``None`` where a linear is no :class:`PanelLinear`, widths are no whole panels, or query, key
     and value read something wider than the residual stream.
     """
     if qkv.in_features != out.out_features:
@@ -42,7 +44,6 @@ def fuse_block(
             setattr(pointers, f"{name}_bias", linear.bias_O.data_ptr())
     if out.out_features % PANEL or gate_up.out_features % (2 * PANEL):
         return None
-    norms = {"input_norm": input_norm, "post_norm": post_norm}
     for name, norm in norms.items():
         if norm is not None:
             setattr(pointers, name, norm.weight_D.data_ptr())

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from runtime.files import replace_atomic, write_atomic
+from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
 
 SPEC_VERSION = 4  # 2: projection_bias; 3: EAGLE-3; 4: Medusa
 CONFIG_NAME = "config.json"
@@ -83,6 +84,7 @@ EAGLE_FIELDS: Mapping[str, Any] = MappingProxyType(
         "first_embedding_mask": False,
         "position_offset": 0,
         "num_layers": 1,
+        "layer_parts": PLAIN_LAYER,
     }
 )
 """What ``kind=eagle`` means; its projection may have a bias or none."""
@@ -100,6 +102,7 @@ EAGLE3_FIELDS: Mapping[str, Any] = MappingProxyType(
         "norm_form": "w",
         "hidden_source": "layers",
         "lm_head": "own",
+        "layer_parts": PLAIN_LAYER,
     }
 )
 """What ``kind=eagle3`` means. Open: ``layer_ids``, ``fusion_norm``, ``residual``, ``recycle`` and
@@ -118,6 +121,7 @@ MEDUSA_FIELDS: Mapping[str, Any] = MappingProxyType(
         "position_offset": 0,
         "num_layers": 0,
         "norm_form": "w",
+        "layer_parts": PLAIN_LAYER,
     }
 )
 """What ``kind=medusa`` means. Open: ``num_blocks``, ``projection_bias`` (of every block's linear)
@@ -174,6 +178,7 @@ class HeadSpec:
     num_layers: int = 1  # decoder layers
     num_blocks: int = 0  # residual blocks of Medusa, one per drafted token
     block: Literal["llama"] = "llama"
+    layer_parts: LayerParts = PLAIN_LAYER  # biases and head norms of the decoder layers
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     hidden_source: Literal["g", "layers"] = "g"
     layer_ids: tuple[int, ...] = ()  # k of S_k, the residual stream after k of the target's layers
@@ -306,27 +311,26 @@ class HeadSpec:
     def _layer_shapes(
         self, index: int, *, inputs: int, has_input_norm: bool
     ) -> dict[str, tuple[int, ...]]:
-        width, inner = self.hidden_size, self.intermediate_size
-        q_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = layer_prefix(index)
-        shapes: dict[str, tuple[int, ...]] = {}
-        if has_input_norm:
-            shapes[layer + "input_layernorm.weight"] = (width,)
-        shapes[layer + "self_attn.q_proj.weight"] = (q_dim, inputs)
-        shapes[layer + "self_attn.k_proj.weight"] = (kv_dim, inputs)
-        shapes[layer + "self_attn.v_proj.weight"] = (kv_dim, inputs)
-        shapes[layer + "self_attn.o_proj.weight"] = (width, q_dim)
-        if self.norms.post_attention:
-            shapes[layer + "post_attention_layernorm.weight"] = (width,)
-        shapes[layer + "mlp.gate_proj.weight"] = (inner, width)
-        shapes[layer + "mlp.up_proj.weight"] = (inner, width)
-        shapes[layer + "mlp.down_proj.weight"] = (width, inner)
-        return shapes
+        shapes = layer_shapes(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            parts=self.layer_parts,
+            inputs=inputs,
+            has_input_norm=has_input_norm,
+            has_post_attention_norm=self.norms.post_attention,
+        )
+        return {layer_prefix(index) + name: shape for name, shape in shapes.items()}
 
     def to_json(self) -> str:
         raw = dataclasses.asdict(self)
-        if self.rope.yarn is None:  # so that other heads keep the files and hashes they had
+        # Left out where a head has none, so that others keep the files and hashes they had.
+        if self.rope.yarn is None:
             del raw["rope"]["yarn"]
+        if self.layer_parts == PLAIN_LAYER:
+            del raw["layer_parts"]
         return json.dumps(raw, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -343,8 +347,10 @@ class HeadSpec:
             for added in range(version + 1, SPEC_VERSION + 1):
                 raw = raw | _ADDED[added]
             raw = raw | {"version": SPEC_VERSION}
-        if isinstance(raw, dict) and isinstance(raw.get("rope"), dict):
-            raw = raw | {"rope": {"yarn": None} | raw["rope"]}
+        if isinstance(raw, dict):
+            raw = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)} | raw
+            if isinstance(raw.get("rope"), dict):
+                raw = raw | {"rope": {"yarn": None} | raw["rope"]}
         return _from_mapping(cls, raw, source)
 
 

@@ -125,6 +125,11 @@ def _try_kernels(
     yield accepted[0].ids_BK1, accepted[1].ids_BK1
     ends = accepted[1].last_ids_B, accepted[1].num_emitted_B
     yield kernels.shift_inputs(tokens, *ends).ids_N, reference.shift_inputs(tokens, *ends).ids_N
+    normed, wanted = x.view(2, 4, 10).clone(), x.view(2, 4, 10).clone()
+    of_heads = NormWeight(norm.weight_D[:10].clone(), norm.eps)
+    for ops, heads in ((kernels, normed), (reference, wanted)):
+        ops.norm_heads(heads[:, 1:3], of_heads)
+    yield normed, wanted
     yield from _try_attention(kernels, dtype)
     if kernels.has_products(dtype):
         weight = torch.linspace(-0.3, 0.2, 37 * 40).view(37, 40).to(dtype)
@@ -222,7 +227,7 @@ def _try_attention(
 def _try_block(
     kernels: CpuKernels, dtype: torch.dtype
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A whole decoder block with biases and one of its norms."""
+    """A whole decoder block with biases, norms of its heads and one of the others."""
     generator = torch.Generator().manual_seed(1)
     rows = _Rows.make(dtype, generator)
     model_width, inner = 32, 48
@@ -237,7 +242,9 @@ def _try_block(
     qkv, out = linear(sum(heads) * rows.width, model_width), linear(model_width, attended_width)
     gate_up, down = linear(2 * inner, model_width), linear(model_width, inner)
     norm = NormWeight(torch.linspace(0.5, 1.5, model_width), 1e-5)
-    fused = fuse_block(None, norm, qkv=qkv, out=out, gate_up=gate_up, down=down)
+    q_norm, k_norm = (NormWeight(norm.weight_D[i : i + rows.width], norm.eps) for i in (0, 12))
+    norms = {"input_norm": None, "post_norm": norm, "q_norm": q_norm, "k_norm": k_norm}
+    fused = fuse_block(norms, qkv=qkv, out=out, gate_up=gate_up, down=down)
     assert fused is not None, "these widths are whole panels"
     x = torch.randn(rows.num_rows, model_width, generator=generator).to(dtype)
 
@@ -246,6 +253,8 @@ def _try_block(
 
     ops = TorchOps()
     projected = product(qkv, x).view(rows.num_rows, -1, rows.width)
+    ops.norm_heads(projected[:, : heads[0]], q_norm)
+    ops.norm_heads(projected[:, heads[0] : sum(heads[:2])], k_norm)
     ops.rotate(projected, sum(heads[:2]), rows.angles)
     q, k, v = projected.split(heads, dim=1)
     attended = rows.attend(q, rows.written(k, v), rows.is_causal()).to(dtype)

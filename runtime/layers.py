@@ -83,8 +83,9 @@ class DecoderBlock:
 
     ``shapes`` lists the block's tensors without their layer prefix (``self_attn.q_proj.weight`` …);
     ``take`` hands them over one at a time, so that loading holds one of them beside the merged one.
-    A norm that is not listed is the identity. On several ranks ``shape``, ``shapes`` and ``take``
-    are those of this rank's part (:mod:`runtime.sharding`); the residual stream is whole on each.
+    A norm or bias that is not listed does nothing. On several ranks ``shape``, ``shapes`` and
+    ``take`` are those of this rank's part (:mod:`runtime.sharding`); the residual stream is whole
+    on each.
     """
 
     def __init__(
@@ -110,6 +111,15 @@ class DecoderBlock:
             self.post_attention_norm = norm_weight(
                 take("post_attention_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
             )
+        self.q_norm: NormWeight | None = None
+        self.k_norm: NormWeight | None = None
+        if "self_attn.q_norm.weight" in shapes:
+            self.q_norm, self.k_norm = (
+                norm_weight(
+                    take(f"self_attn.{name}.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
+                )
+                for name in ("q_norm", "k_norm")
+            )
         attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
         self.qkv = _merge(take, shapes, attention, make_linear)
         self.out = RowParallelLinear(_merge(take, shapes, ["self_attn.o_proj"], make_linear), group)
@@ -118,8 +128,12 @@ class DecoderBlock:
         self.fused = None
         if group.world_size == 1:
             self.fused = fuse_block(
-                self.input_norm,
-                self.post_attention_norm,
+                {
+                    "input_norm": self.input_norm,
+                    "post_norm": self.post_attention_norm,
+                    "q_norm": self.q_norm,
+                    "k_norm": self.k_norm,
+                },
                 qkv=self.qkv,
                 out=self.out.linear,
                 gate_up=self.gate_up,
@@ -163,6 +177,9 @@ class DecoderBlock:
         rows, num_heads = x_ND.shape[0], shape.num_heads
         num_rotated = num_heads + shape.num_kv_heads
         qkv = self.qkv(inputs_NI).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.ops.norm_heads(qkv[:, :num_heads], self.q_norm)
+            self.ops.norm_heads(qkv[:, num_heads:num_rotated], self.k_norm)
         self.ops.rotate(qkv, num_rotated, angles)
         q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)

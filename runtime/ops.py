@@ -49,6 +49,13 @@ class BlockOps(ABC):
         """
 
     @abstractmethod
+    def norm_heads(self, heads_NXC: torch.Tensor, norm: NormWeight) -> None:
+        """RMSNorm of every head in place, all with the same weight ``[C]``; rows may be strided.
+
+        Arithmetic and rounding are those of :meth:`add_rms_norm`.
+        """
+
+    @abstractmethod
     def rotate(self, qkv_NXC: torch.Tensor, num_rotated: int, angles: RotaryAngles) -> None:
         """Rotate the first ``num_rotated`` heads in place; ``c`` is paired with ``c + C/2``."""
 
@@ -79,9 +86,10 @@ class TorchOps(BlockOps):
     ) -> torch.Tensor:
         if delta_ND is not None:
             x_ND.add_(delta_ND)
-        x = x_ND.float()
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
-        return (x * scale * norm.weight_D).to(x_ND.dtype)
+        return _rms_norm(x_ND, norm)
+
+    def norm_heads(self, heads_NXC: torch.Tensor, norm: NormWeight) -> None:
+        heads_NXC.copy_(_rms_norm(heads_NXC, norm))
 
     def rotate(self, qkv_NXC: torch.Tensor, num_rotated: int, angles: RotaryAngles) -> None:
         x = qkv_NXC[:, :num_rotated]
@@ -92,3 +100,9 @@ class TorchOps(BlockOps):
     def silu_mul(self, gate_up_N2I: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_N2I.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+
+def _rms_norm(x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return (wide * scale * norm.weight_D).to(x.dtype)

@@ -103,13 +103,8 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
 
 
 def _count_head(config: Config, model: ModelConfig) -> int:
-    if config.head.kind in ("eagle3", "medusa"):
-        vocab = unknown_draft_vocab(config.head.draft_vocab_size)
-        spec = make_head_spec(config.head, model, fingerprint="", draft_vocab=vocab)
-        return count_weights(spec)
-    # Decoder layers behind [enorm(e), hnorm(h)] -> eh_proj, and the head's own final norm.
-    width = model.hidden_size
-    return config.head.num_layers * _count(model.block_shapes()) + 2 * width * width + 3 * width
+    vocab = unknown_draft_vocab(config.head.draft_vocab_size)
+    return count_weights(make_head_spec(config.head, model, fingerprint="", draft_vocab=vocab))
 
 
 def _check_weights(sizes: Sizes, model: ModelConfig, machine: Machine, *, is_gpu: bool) -> Finding:

@@ -11,8 +11,9 @@ Choices that need a reason:
 - ``tie_word_embeddings`` is false, also where the target ties: the directory holds both tensors,
   vLLM loads both and then shares the target's, and SGLang leaves ``lm_head`` unloaded when told
   that it is tied.
-- query, key and value biases are zeros: the block is a Qwen2 block, in which they are always
-  parameters, and a parameter that no file fills is uninitialised memory.
+- query, key and value biases are zeros where the head has none: the block is a Qwen2 block, in
+  which they are always parameters, and a parameter that no file fills is uninitialised memory.
+  There is no place in it for other biases, nor for norms of query and key heads.
 - RoPE is written in both notations, so that old and new readers find the same base and scaling.
 - ``attention_bias`` is true, because the biases are there.
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.layer_parts import PLAIN_LAYER
 
 PREFIX = "model.mtp_layers.0."
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -62,6 +64,8 @@ def served_spec(spec: HeadSpec) -> HeadSpec:
 
 def bias_shapes(spec: HeadSpec) -> dict[str, tuple[int, ...]]:
     """The biases that the layout has and the native head has not; all zero."""
+    if spec.layer_parts.qkv_bias:
+        return {}
     q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = PREFIX + "self_attn."
     return {
@@ -222,6 +226,13 @@ def refuse_uncarried(spec: HeadSpec, *, drop_draft_vocab: bool) -> None:
                 f"head {field}={json.dumps(value)}: engines that read the mimo layout compute "
                 f"{field}={json.dumps(carried)}, whatever the files say"
             )
+    uncarried = replace(spec.layer_parts, qkv_bias=False)
+    if uncarried != PLAIN_LAYER:
+        raise ValueError(
+            f"head layer_parts: {uncarried}: the block of the mimo layout is Qwen2's, which has "
+            "biases of query, key and value and nothing else; head.decoder=llama trains a head "
+            "that fits"
+        )
     if spec.num_heads * spec.head_dim != spec.hidden_size:
         raise ValueError(
             f"head head_dim={spec.head_dim}: the mimo layout needs hidden_size / num_heads = "

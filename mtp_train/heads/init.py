@@ -32,6 +32,7 @@ from runtime.head_spec import (
     layer_prefix,
     load_head,
 )
+from runtime.layer_parts import PLAIN_LAYER, LayerParts
 from runtime.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,13 @@ def make_head_spec(
 
     ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over.
     """
-    if target.attention_bias or target.mlp_bias:
-        raise ValueError(
-            f"head kind={config.kind}: targets with attention or MLP biases are not supported"
+    parts = head_parts(config, target.layer_parts)
+    if config.init == "last_layer" and parts != target.layer_parts:
+        logger.warning(
+            "head.init=last_layer: the target's decoder layers have %s, the head's %s; what is "
+            "missing is left out of the copy",
+            target.layer_parts,
+            parts,
         )
     return HeadSpec(
         kind=config.kind,
@@ -82,6 +87,8 @@ def make_head_spec(
         recycle=config.recycle,
         first_embedding_mask=config.first_embedding_mask,
         projection_bias=config.projection_bias,
+        layer_parts=parts,
+        norm_form=target.norm_form,
         norms=NormPlacement(**asdict(config.norms)),
         logits_from="pre_norm" if config.kind in ("eagle", "medusa") else "post_norm",
         **source_fields(config, num_layers=target.num_layers),
@@ -92,6 +99,14 @@ def make_head_spec(
 def unknown_draft_vocab(size: int) -> DraftVocab | None:
     """A list of ``size`` ids where only their number matters; ``None`` for 0."""
     return DraftVocab(size, coverage=0.0, ids_sha256="") if size else None
+
+
+def head_parts(config: HeadConfig, target: LayerParts) -> LayerParts:
+    """Biases and head norms of the head's decoder layers: the target's, unless
+    ``head.decoder=llama``. EAGLE's formats have none.
+    """
+    follows = config.kind == "mtp" and config.decoder == "target"
+    return target if follows else PLAIN_LAYER
 
 
 def initialise(

@@ -1,7 +1,8 @@
 """The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
 
-``eh_proj([enorm(e), hnorm(h)])`` -> one Llama decoder layer or two -> final norm. Embedding and
-lm_head are the target's, frozen, and stay outside of this module.
+``eh_proj([enorm(e), hnorm(h)])`` -> one decoder layer or two, a Llama's but for the biases and head
+norms of ``spec.layer_parts`` -> final norm. Embedding and lm_head are the target's, frozen, and
+stay outside of this module.
 
 Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
 width, D model width, I what a layer's projections read, V vocabulary.
@@ -50,24 +51,29 @@ class RMSNorm(nn.Module):
 
 
 class _Attention(nn.Module):
-    """The four projections. Rotation and softmax happen in :class:`MtpHead`."""
+    """The four projections and the norms of heads. Rotation and softmax happen in
+    :class:`MtpHead`.
+    """
 
     def __init__(self, spec: HeadSpec, dtype: torch.dtype, *, inputs: int) -> None:
         super().__init__()
+        parts = spec.layer_parts
         q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(inputs, q_dim, bias=False, dtype=dtype)
-        self.k_proj = nn.Linear(inputs, kv_dim, bias=False, dtype=dtype)
-        self.v_proj = nn.Linear(inputs, kv_dim, bias=False, dtype=dtype)
-        self.o_proj = nn.Linear(q_dim, spec.hidden_size, bias=False, dtype=dtype)
+        self.q_proj = nn.Linear(inputs, q_dim, bias=parts.qkv_bias, dtype=dtype)
+        self.k_proj = nn.Linear(inputs, kv_dim, bias=parts.qkv_bias, dtype=dtype)
+        self.v_proj = nn.Linear(inputs, kv_dim, bias=parts.qkv_bias, dtype=dtype)
+        self.o_proj = nn.Linear(q_dim, spec.hidden_size, bias=parts.out_bias, dtype=dtype)
+        self.q_norm = _norm(spec, parts.qk_norm, dtype, width=spec.head_dim)
+        self.k_norm = _norm(spec, parts.qk_norm, dtype, width=spec.head_dim)
 
 
 class _Mlp(nn.Module):
     def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
         super().__init__()
-        width, inner = spec.hidden_size, spec.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False, dtype=dtype)
-        self.up_proj = nn.Linear(width, inner, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(inner, width, bias=False, dtype=dtype)
+        width, inner, bias = spec.hidden_size, spec.intermediate_size, spec.layer_parts.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias, dtype=dtype)
+        self.up_proj = nn.Linear(width, inner, bias=bias, dtype=dtype)
+        self.down_proj = nn.Linear(inner, width, bias=bias, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -87,11 +93,14 @@ class DecoderLayer(nn.Module):
         self.mlp = _Mlp(spec, dtype)
 
 
-def _norm(spec: HeadSpec, exists: bool, dtype: torch.dtype) -> nn.Module:
+def _norm(
+    spec: HeadSpec, exists: bool, dtype: torch.dtype, *, width: int | None = None
+) -> nn.Module:
+    """``width``: the model's, unless given."""
     if not exists:
         return nn.Identity()
     return RMSNorm(
-        spec.hidden_size, eps=spec.norm_eps, one_plus=spec.norm_form == "1+w", dtype=dtype
+        width or spec.hidden_size, eps=spec.norm_eps, one_plus=spec.norm_form == "1+w", dtype=dtype
     )
 
 
@@ -254,7 +263,8 @@ class MtpHead(TrainingHead):
         chain: tuple[ChainStep, ...],
     ) -> torch.Tensor:
         attention = layer.self_attn
-        q_NHC = self._rotate(self._heads(attention.q_proj(normed_ND)), positions_N)
+        q_NHC = attention.q_norm(self._heads(attention.q_proj(normed_ND)))
+        q_NHC = self._rotate(q_NHC, positions_N)
         q_NHC = self._exchange.to_heads(q_NHC, layout)
         mixed_NHC = self._attend(q_NHC, k_SGC, v_SGC, plan, chain)
         mixed_NHC = self._exchange.to_rows(mixed_NHC, layout)
@@ -290,7 +300,8 @@ class MtpHead(TrainingHead):
         layout: RowLayout | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         attention = layer.self_attn
-        k_NGC = self._rotate(self._heads(attention.k_proj(normed_ND)), positions_N)
+        k_NGC = attention.k_norm(self._heads(attention.k_proj(normed_ND)))
+        k_NGC = self._rotate(k_NGC, positions_N)
         v_NGC = self._heads(attention.v_proj(normed_ND))
         return self._exchange.to_heads(k_NGC, layout), self._exchange.to_heads(v_NGC, layout)
 

@@ -11,15 +11,26 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mtp_train.config import HeadConfig
 from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, RopeSpec
-from runtime.models.config import ARCHITECTURES, ModelConfig
+from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.models.config import ModelConfig
+from runtime.models.families import FAMILIES, read_traits
 
 KNOWN_TARGETS = Path(__file__).with_name("known_targets.json")
-FAMILIES = ("llama", "qwen3", "deepseek_v2")
+_DENSE = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
+MODEL_TYPES = (*_DENSE, "deepseek_v2")
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,12 @@ class TargetFacts:
     head_heads: int
     head_kv_heads: int
     head_dim: int
+    layer_parts: LayerParts  # of the target's layers; a head follows them
 
     @property
     def is_runnable(self) -> bool:
         """Whether this build's runtime loads such a target."""
-        return self.architecture in ARCHITECTURES
+        return self.architecture in FAMILIES
 
     @property
     def num_embedding_weights(self) -> int:
@@ -76,9 +88,9 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
     Raises ``ValueError`` naming ``source`` and the field that is missing or not known.
     """
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if family not in MODEL_TYPES:
         raise ValueError(
-            f"{source}: model_type={family!r}; a plan can be made for {', '.join(FAMILIES)}"
+            f"{source}: model_type={family!r}; a plan can be made for {', '.join(MODEL_TYPES)}"
         )
     if raw.get("quantization_config") is not None:
         raise ValueError(
@@ -90,16 +102,21 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
     layers, vocab = _whole(raw, "num_hidden_layers", source), _whole(raw, "vocab_size", source)
     inner = _whole(raw, "intermediate_size", source)
     tied = bool(raw.get("tie_word_embeddings", False))
+    parts = PLAIN_LAYER
     if family == "deepseek_v2":
         blocks, active_blocks, kv_width = _deepseek_blocks(raw, source)
     else:
-        attention = 2 * width * head_dim * (heads + kv_heads)
-        if raw.get("attention_bias"):
-            attention += head_dim * (heads + 2 * kv_heads) + width
-        if family == "qwen3":
-            attention += 2 * head_dim  # q_norm, k_norm
-        mlp = 3 * width * inner + (2 * inner + width if raw.get("mlp_bias") else 0)
-        blocks = active_blocks = layers * (attention + mlp + 2 * width)
+        parts = read_traits(_DENSE[family], raw, source=source).layer_parts
+        layer = layer_shapes(
+            hidden_size=width,
+            intermediate_size=inner,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            parts=parts,
+            inputs=width,
+        )
+        blocks = active_blocks = layers * _count(layer)
         kv_width = 2 * kv_heads * head_dim
     outside = vocab * width * (1 if tied else 2) + width
     architectures = raw.get("architectures") or [f"{family} without architectures"]
@@ -117,6 +134,7 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         head_heads=heads,
         head_kv_heads=kv_heads,
         head_dim=head_dim,
+        layer_parts=parts,
     )
 
 
@@ -135,11 +153,11 @@ def read_facts(path: Path) -> TargetFacts:
 
 
 def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
-    """The head that would be trained for such a target: plain decoder layers of its width.
+    """The head that would be trained for such a target: decoder layers of its width and kind.
 
     A target with latent attention or experts gets a head with as many ordinary heads and its dense
-    MLP. Rotary settings, biases of the target and the ids of a draft vocabulary do not matter to
-    sizes. Raises ``ValueError`` as :func:`make_head_spec` does.
+    MLP. Rotary settings and the ids of a draft vocabulary do not matter to sizes. Raises
+    ``ValueError`` as :func:`make_head_spec` does.
     """
     shape = ModelConfig(
         architecture=facts.architecture,
@@ -154,6 +172,7 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
         rope=RopeSpec(theta=10000.0),
         norm_eps=1e-5,
         tie_word_embeddings=facts.tie_word_embeddings,
+        layer_parts=facts.layer_parts,
     )
     return make_head_spec(
         head, shape, fingerprint="", draft_vocab=unknown_draft_vocab(head.draft_vocab_size)
@@ -163,7 +182,7 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
 def count_weights(spec: HeadSpec) -> int:
     """Parameters; the list of a draft vocabulary holds none."""
     shapes = spec.tensor_shapes()
-    return sum(math.prod(shape) for name, shape in shapes.items() if name != DRAFT_VOCAB_NAME)
+    return _count({name: shape for name, shape in shapes.items() if name != DRAFT_VOCAB_NAME})
 
 
 def _deepseek_blocks(raw: Mapping[str, Any], source: str) -> tuple[int, int, int]:
@@ -192,6 +211,10 @@ def _deepseek_blocks(raw: Mapping[str, Any], source: str) -> tuple[int, int, int
         plain + with_experts * (router + (chosen + shared) * expert),
         latent + rope,
     )
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _whole(raw: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:

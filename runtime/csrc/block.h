@@ -10,7 +10,7 @@ namespace {
 
 // One block's weights; mirrored by runtime/cpu_kernels.py. Norms and biases may be null.
 struct Block {
-  const float *input_norm, *post_norm;
+  const float *input_norm, *post_norm, *q_norm, *k_norm;
   const uint32_t *qkv, *out, *gate_up, *down;
   const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
   float eps;
@@ -68,6 +68,9 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
 #pragma omp for
       for (long i = 0; i < n; i++) {
         T* row = qkv + i * qkv_width;
+        if (block.q_norm) norm_heads_row<T>(row, block.q_norm, shape.heads, c, block.eps);
+        if (block.k_norm)
+          norm_heads_row<T>(row + q_width, block.k_norm, shape.kv_heads, c, block.eps);
         rotate_row(row, stack.cos + i * stack.angle_stride, stack.sin + i * stack.angle_stride,
                    shape.heads + shape.kv_heads, c);
         const long to = stack.write_slots[i] * kv_width;

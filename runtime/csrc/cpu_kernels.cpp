@@ -1,4 +1,4 @@
-// Fused CPU kernels of the decoder: residual + RMSNorm, rotary embedding, SiLU * up, arg-max, paged
+// Fused CPU kernels of the decoder: residual + RMSNorm, RMSNorm of heads, rotary embedding, SiLU * up, arg-max, paged
 // attention, packed linears and their best outputs, and whole decoder blocks. Plain C interface, called through ctypes
 // (runtime/cpu_kernels.py); no torch headers, so that compiling takes seconds.
 //
@@ -27,6 +27,10 @@ void blocks(const Block* const* block, long num_blocks, T* x, long n, long d, lo
   void add_rms_norm_##SUFFIX(T* x, const T* delta, const float* weight, T* out, long n, long d,   \
                              float eps) {                                                         \
     add_rms_norm<T>(x, delta, weight, out, n, d, eps);                                            \
+  }                                                                                               \
+  void norm_heads_##SUFFIX(T* x, const float* weight, long n, long heads, long stride, long c,    \
+                           float eps) {                                                           \
+    norm_heads<T>(x, weight, n, heads, stride, c, eps);                                           \
   }                                                                                               \
   void rotate_##SUFFIX(T* x, const T* cos, const T* sin, long angle_stride, long n, long heads,   \
                        long stride, long c) {                                                     \

@@ -1,4 +1,4 @@
-// Residual + RMSNorm, rotary embedding, SiLU * up and arg-max, row by row.
+// Residual + RMSNorm, RMSNorm of heads, rotary embedding, SiLU * up and arg-max, row by row.
 
 #pragma once
 
@@ -41,6 +41,18 @@ void add_rms_norm(T* x, const T* delta, const float* weight, T* out, long n, lon
 #pragma omp parallel for if (n * d > kSerialElements)
   for (long i = 0; i < n; i++)
     norm_row(x + i * d, delta ? delta + i * d : nullptr, weight, out + i * d, d, eps);
+}
+
+// Every head of one row, in place.
+template <class T>
+void norm_heads_row(T* x, const float* weight, long heads, long c, float eps) {
+  for (long h = 0; h < heads; h++) norm_row<T>(x + h * c, nullptr, weight, x + h * c, c, eps);
+}
+
+template <class T>
+void norm_heads(T* x, const float* weight, long n, long heads, long stride, long c, float eps) {
+#pragma omp parallel for if (n * heads * c > kSerialElements)
+  for (long i = 0; i < n; i++) norm_heads_row(x + i * stride, weight, heads, c, eps);
 }
 
 // One row of `heads` heads of c elements: element j is paired with j + c/2.

@@ -10,18 +10,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runtime.head_spec import RopeSpec, YarnSpec
+from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.models.families import FAMILIES, describe_supported, read_traits
 from runtime.rope import yarn_attention_factor
 
-ARCHITECTURES = ("LlamaForCausalLM",)
 ROPE_KINDS = ("default", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of one decoder-only model. Lengths in tokens, widths in elements."""
+    """Sizes and switches of one decoder-only model. Lengths in tokens, widths in elements.
+
+    ``norm_form``: whether a norm's stored weight is the weight or, as in Gemma, what is added to
+    one; of all norms, and ``w`` in every family so far. ``sliding_window`` as in
+    :class:`runtime.models.families.Traits`.
+    """
 
     architecture: str
     hidden_size: int
@@ -35,8 +41,9 @@ class ModelConfig:
     rope: RopeSpec
     norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    layer_parts: LayerParts = PLAIN_LAYER
+    norm_form: Literal["w", "1+w"] = "w"
+    sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     @property
@@ -49,24 +56,15 @@ class ModelConfig:
 
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
         """Tensors of one decoder layer, named without the layer prefix."""
-        width, inner = self.hidden_size, self.intermediate_size
-        linears = {
-            "self_attn.q_proj": (self.q_dim, width, self.attention_bias),
-            "self_attn.k_proj": (self.kv_dim, width, self.attention_bias),
-            "self_attn.v_proj": (self.kv_dim, width, self.attention_bias),
-            "self_attn.o_proj": (width, self.q_dim, self.attention_bias),
-            "mlp.gate_proj": (inner, width, self.mlp_bias),
-            "mlp.up_proj": (inner, width, self.mlp_bias),
-            "mlp.down_proj": (width, inner, self.mlp_bias),
-        }
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, (out_dim, in_dim, has_bias) in linears.items():
-            shapes[name + ".weight"] = (out_dim, in_dim)
-            if has_bias:
-                shapes[name + ".bias"] = (out_dim,)
-        shapes["input_layernorm.weight"] = (width,)
-        shapes["post_attention_layernorm.weight"] = (width,)
-        return shapes
+        return layer_shapes(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            parts=self.layer_parts,
+            inputs=self.hidden_size,
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list of the checkpoint: name -> shape (``lm_head`` only if untied)."""
@@ -103,10 +101,13 @@ def parse_config(
 ) -> ModelConfig:
     """Validate a Hugging Face configuration. ``source`` is used in error messages."""
     architectures = raw.get("architectures") or []
-    if not isinstance(architectures, list) or not any(a in ARCHITECTURES for a in architectures):
+    names = architectures if isinstance(architectures, list) else []
+    architecture = next((name for name in names if name in FAMILIES), None)
+    if architecture is None:
         raise ValueError(
-            f"{source}: architectures={architectures!r}; supported: {', '.join(ARCHITECTURES)}"
+            f"{source}: architectures={architectures!r}; supported: {describe_supported()}"
         )
+    traits = read_traits(architecture, raw, source=source)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{source}: hidden_act={activation!r}; supported: 'silu'")
@@ -138,7 +139,7 @@ def parse_config(
     if head_dim % 2:
         raise ValueError(f"{source}: head_dim={head_dim}; rotary embedding needs an even width")
     return ModelConfig(
-        architecture=next(a for a in architectures if a in ARCHITECTURES),
+        architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=_positive(raw, "intermediate_size", source),
         num_layers=_positive(raw, "num_hidden_layers", source),
@@ -150,8 +151,8 @@ def parse_config(
         rope=_parse_rope(raw, source),
         norm_eps=_number(raw, "rms_norm_eps", source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        layer_parts=traits.layer_parts,
+        sliding_window=traits.sliding_window,
         eos_token_ids=_eos_ids(raw, generation),
     )
 

@@ -1,4 +1,6 @@
-"""The Llama family (MHA or GQA) over a paged cache.
+"""The dense decoder (MHA or GQA) of Llama, Mistral and Qwen over a paged cache.
+
+What differs between them is read by :mod:`runtime.models.families`.
 
 ``forward`` returns ``g``, the hidden state *after* the final norm, and behind it what
 :meth:`LlamaModel.tapped` asks for; ``logits`` is the head alone. Draft heads share ``embed`` and
@@ -87,6 +89,8 @@ class LlamaModel(Model):
             norm_eps=config.norm_eps,
         )
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self._plus_one = config.norm_form == "1+w"
+        self.max_context = config.sliding_window
         self.vocabulary = vocabulary_of(config.vocab_size, group)
         self.embedding_VD = take("model.embed_tokens.weight")  # this rank's rows
         if config.tie_word_embeddings:
@@ -94,7 +98,9 @@ class LlamaModel(Model):
         else:
             self.lm_head = self.make_linear(take("lm_head.weight"), None)
         self.blocks = [self._take_block(take, index) for index in range(config.num_layers)]
-        self.final_norm = norm_weight(take("model.norm.weight"), eps=config.norm_eps)
+        self.final_norm = norm_weight(
+            take("model.norm.weight"), eps=config.norm_eps, plus_one=self._plus_one
+        )
 
     def new_pool(self, num_slots: int) -> KVPool:
         return KVPool(
@@ -197,6 +203,7 @@ class LlamaModel(Model):
             ops=self.ops,
             make_linear=self.make_linear,
             group=self.group,
+            plus_one_norms=self._plus_one,
         )
 
 

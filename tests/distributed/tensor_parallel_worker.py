@@ -16,12 +16,14 @@ import torch
 
 from mtp_train.distributed import init_process_group
 from runtime.models.loader import load_target
+from runtime.parallel import ProcessMesh
 from tests.distributed.precompute_worker import free_port
 from tests.unit.runtime.engine_fixtures import make_requests
 from tests.unit.runtime.test_tensor_parallel import make_case, make_engine, open_case
 
 WORLD_SIZE, WIDTH = 4, 2
 CPU = torch.device("cpu")
+SHAPES = ("three_kv_heads", "qwen2", "qwen3_one_kv_head")
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"schedule": "fixed_tree", "tree_nodes": 6},
@@ -32,9 +34,17 @@ SETTINGS: list[dict[str, Any]] = [
 def live(rank: int, path: Path) -> None:
     group = init_process_group(device="cpu", timeout_s=60)
     mesh = group.split(WIDTH)
-    if group.is_leader:
-        make_case(path, "three_kv_heads")
+    for shape in SHAPES:
+        if group.is_leader:
+            make_case(path / shape, shape)
+        group.barrier()
+        compare(path / shape, mesh)
     group.barrier()
+    group.close()
+
+
+def compare(path: Path, mesh: ProcessMesh) -> None:
+    """Drafts, tokens and scores of a spread copy of a target against those of one process."""
     whole = open_case(path)
     target = load_target(path, dtype=torch.float32, device=CPU, group=mesh.tensor)
     assert target.model.embedding_VD.shape[0] * WIDTH >= target.config.vocab_size
@@ -53,8 +63,6 @@ def live(rank: int, path: Path) -> None:
         wanted = alone.score([request.prompt_ids for request in requests])
         for score, want in zip(scores, wanted, strict=True):
             torch.testing.assert_close(score, want, rtol=1e-4, atol=1e-5)
-    group.barrier()
-    group.close()
 
 
 def main() -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 
 from data_prep.ids import hash_token_ids
 from data_prep.token_set import load_token_set
 from mtp_train.app import dump_config
-from mtp_train.config import LossConfig, TrainerConfig, ValidateConfig
+from mtp_train.config import HeadConfig, LossConfig, TrainerConfig, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.events import read_events
@@ -24,8 +25,11 @@ from mtp_train.precompute import run as precompute
 from mtp_train.run_dir import RunDirectory
 from mtp_train.trainer import frequent_answer_ids, open_inputs
 from mtp_train.trainer import run as run_training
+from mtp_train.validate import p2
 from mtp_train.validate.in_subprocess import SubprocessValidator, validate_directory
+from mtp_train.validate.subject import Subject
 from runtime.head_spec import load_head, save_head
+from runtime.layer_parts import LayerParts
 from runtime.models.loader import load_target
 from tests.distributed.trainer_worker import run_stage
 from tests.unit.features.targets import make_config, save_target
@@ -96,6 +100,38 @@ def test_a_run_leaves_the_best_head_measured_in_the_runtime(trained):
     assert steps == list(range(1, report.steps + 1))
     assert any((run / "tensorboard").iterdir())
     assert any((run / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [("qwen2", LayerParts(qkv_bias=True)), ("qwen3", LayerParts(qk_norm=True))],
+)
+def test_a_head_for_another_family_starts_as_its_last_layer_and_passes_p2(family, parts, tmp_path):
+    target = save_target(tmp_path / "target", family=family)
+    save_tokens(tmp_path / "data")
+    config = dataclasses.replace(
+        make_config(tmp_path, target, tmp_path / "data"),
+        head=HeadConfig(init="last_layer"),
+        trainer=TrainerConfig(
+            epochs=2, tokens_per_step=60, validate_every=4, learning_rate=1e-2, dtype="float32"
+        ),
+        validate=ValidateConfig(k=2, num_prompts=2, max_tokens=6),
+    )
+    group = SingleProcessGroup(torch.device("cpu"))
+    precompute(config, group=group)
+    initial = open_inputs(config, group=group)[0].initial
+    run_stage(config, scratch=tmp_path)
+    spec, tensors = load_head(tmp_path / "test" / "head")
+    assert spec.layer_parts == parts
+    stored = load_file(target / "model.safetensors")
+    added = [name for name in tensors if ".bias" in name or "q_norm" in name or "k_norm" in name]
+    assert len(added) == (3 if parts.qkv_bias else 2)
+    for name in added:
+        assert torch.equal(initial[name], stored[f"model.{name.replace('s.0.', 's.1.')}"])
+        assert (tensors[name] - initial[name]).abs().max() > 1e-4, f"{name} was not trained"
+    subject = Subject(target, tmp_path / "test" / "head", torch.float32, config.runtime)
+    sequences = [list(row["input_ids"]) for row in load_token_set(tmp_path / "data").train]
+    assert p2.check(subject, sequences[-3:], k=2).passed
 
 
 def test_a_finished_run_is_left_alone(trained):

@@ -4,6 +4,7 @@ accepted now and then. What a serving test needs is a head whose acceptance a mi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -47,20 +48,32 @@ def write_fitted_head(folder: Path, target: TargetConfig) -> Path:
             num_target_layers=config.num_layers,
             read_target=file.get_tensor,
         )
+    fit(tensors, decode(directory, target, loaded), loaded.model.embedding_VD, final_D)
+    for name in ("self_attn.v_proj.weight", "mlp.up_proj.weight"):
+        tensors[f"layers.0.{name}"] *= _BLOCK_SCALE / 0.02
+    save_head(folder / "head", spec, tensors)
+    return folder / "head"
+
+
+def fit(
+    tensors: dict[str, torch.Tensor],
+    decoded: Sequence[HiddenRows],
+    embedding_VD: torch.Tensor,
+    final_D: torch.Tensor,
+) -> None:
+    """Set ``eh_proj`` to the best linear guess of the next state, and the final norm to ``final``.
+
+    Norms in front of it must have weight one.
+    """
     inputs, outputs = [], []
-    for rows in decode(directory, target, loaded):
-        ids = torch.tensor(rows.token_ids)
-        embedded = loaded.model.embedding_VD[ids[1:]].float()
+    for rows in decoded:
+        embedded = embedding_VD[torch.tensor(rows.token_ids)[1:]].float()
         inputs.append(torch.cat([unit(embedded), unit(rows.hidden_TD[:-1])], 1))
         outputs.append(rows.hidden_TD[1:] / final_D)
     x, y = torch.cat(inputs).double(), torch.cat(outputs).double()
     gram = x.t() @ x + _RIDGE * torch.eye(x.shape[1], dtype=torch.float64)
     tensors["eh_proj.weight"] = torch.linalg.solve(gram, x.t() @ y).t().float().contiguous()
     tensors["norm.weight"] = final_D.clone()
-    for name in ("self_attn.v_proj.weight", "mlp.up_proj.weight"):
-        tensors[f"layers.0.{name}"] *= _BLOCK_SCALE / 0.02
-    save_head(folder / "head", spec, tensors)
-    return folder / "head"
 
 
 def decode(directory: Path, target: TargetConfig, loaded: object) -> list[HiddenRows]:

@@ -119,6 +119,9 @@ class _SkipFinalNorm(BlockOps):
             return x if delta is None else x + delta
         return self.ops.add_rms_norm(x, delta, norm)
 
+    def norm_heads(self, heads_NXC: torch.Tensor, norm: NormWeight) -> None:
+        self.ops.norm_heads(heads_NXC, norm)
+
     def rotate(self, *args: Any) -> None:
         self.ops.rotate(*args)
 

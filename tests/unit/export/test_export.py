@@ -29,6 +29,8 @@ from mtp_train.run_dir import read_json, write_json_atomic
 from mtp_train.stages import run_export, run_validate
 from mtp_train.validate.subject import Subject, hash_head
 from runtime.head_spec import DraftVocab, NormPlacement, hash_vocab_ids, load_head, save_head
+from runtime.layer_parts import LayerParts
+from runtime.models.loader import load_target
 from tests.unit.export.tampers import TAMPERS
 from tests.unit.runtime.engine_fixtures import (
     EAGLE3,
@@ -37,16 +39,16 @@ from tests.unit.runtime.engine_fixtures import (
     random_head_tensors,
     tiny_target,
 )
-from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, YARN_ROPE
+from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, YARN_ROPE, save_llama, save_model
 from tests.unit.validate.subjects import RUNTIME
 
 CPU = torch.device("cpu")
 LAYER = "model.mtp_layers.0."
 
 
-def make_head(path: Path, *, validated: bool = True, **spec: Any) -> None:
+def make_head(path: Path, *, validated: bool = True, family: str = "llama", **spec: Any) -> None:
     """``target/`` and ``head/`` below ``path``; the head passes validation when asked to."""
-    target = tiny_target(path / "target")
+    target = tiny_target(path / "target", family=family)
     head = head_spec(target, **spec)
     save_head(path / "head", head, random_head_tensors(head))
     if validated:
@@ -133,9 +135,6 @@ def test_tensors_are_those_of_the_layout_and_the_projection_is_hidden_first(made
 
 @pytest.mark.parametrize("kind", ["default", "llama3", "yarn"])
 def test_another_reader_finds_the_targets_sizes_and_rope(kind: str, tmp_path: Path) -> None:
-    from runtime.models.loader import load_target
-    from tests.unit.runtime.model_fixtures import save_llama
-
     plain = {"rope_type": "default", "rope_theta": 7e4}
     rope = {"default": plain, "llama3": LLAMA3_ROPE, "yarn": YARN_ROPE}[kind]
     save_llama(tmp_path / "target", vocab_size=11, rope_parameters=rope)
@@ -201,6 +200,39 @@ def test_a_shorter_length_is_what_engines_read_and_a_longer_one_is_refused(made:
         )
 
 
+def test_a_qwen2_head_keeps_its_biases(tmp_path: Path) -> None:
+    make_head(tmp_path, family="qwen2")
+    out = export(tmp_path)
+    spec, native = load_head(tmp_path / "head")
+    assert spec.layer_parts == LayerParts(qkv_bias=True)
+    written = load_file(out / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in written.items()} == layout.tensor_shapes(spec)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        bias = native[f"layers.0.self_attn.{name}.bias"]
+        assert bias.any()
+        assert torch.equal(written[f"{LAYER}self_attn.{name}.bias"], bias)
+    check_export(out, target_dir=tmp_path / "target")
+    read_spec, tensors = read_export(out)
+    assert read_spec == dataclasses.replace(spec, concat="hidden_embedding")
+    assert tensors.keys() == native.keys()
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("qwen2", None), ("qwen3", 8)])
+def test_the_stage_reads_heads_for_other_families_back(
+    family: str, head_dim: int | None, tmp_path: Path
+) -> None:
+    """Of Qwen3 a head with plain layers, in which the biases are zeros."""
+    changes = {} if head_dim is None else {"head_dim": head_dim}
+    save_model(tmp_path / "target", family, vocab_size=11, **changes)
+    target = load_target(tmp_path / "target", dtype=torch.float32, device=CPU)
+    parts = target.config.layer_parts if family == "qwen2" else LayerParts()
+    spec = head_spec(target, layer_parts=parts)
+    save_head(tmp_path / "head", spec, random_head_tensors(spec))
+    outcome = stage.run(make_config(tmp_path, unvalidated=True), group=SingleProcessGroup(CPU))
+    assert outcome.read_back is not None
+    assert max(outcome.read_back.native_hidden, outcome.read_back.native_logits) < 1e-4
+
+
 def test_a_hidden_first_head_is_not_permuted(tmp_path: Path) -> None:
     make_head(tmp_path, concat="hidden_embedding")
     out = export(tmp_path)
@@ -210,9 +242,6 @@ def test_a_hidden_first_head_is_not_permuted(tmp_path: Path) -> None:
 
 
 def test_a_tied_target_ships_its_embedding_twice(tmp_path: Path) -> None:
-    from runtime.models.loader import load_target
-    from tests.unit.runtime.model_fixtures import save_llama
-
     save_llama(tmp_path / "target", vocab_size=11, tie_word_embeddings=True)
     target = load_target(tmp_path / "target", dtype=torch.float32, device=CPU)
     spec = head_spec(target)
@@ -291,6 +320,11 @@ def test_a_damaged_record_is_named(key: str, value: Any, message: str, copy: Pat
         ({"norms": NormPlacement(hnorm=False)}, r"norms\.hnorm=false"),
         ({"norms": NormPlacement(input=False)}, r"norms\.input=false"),
         ({"head_dim": 4}, "head_dim=4"),
+        ({"layer_parts": LayerParts(qk_norm=True)}, "layer_parts: qk_norm: .*head.decoder=llama"),
+        (
+            {"layer_parts": LayerParts(qkv_bias=True, out_bias=True, mlp_bias=True)},
+            "layer_parts: out_bias, mlp_bias: ",
+        ),
     ],
 )
 def test_what_the_layout_cannot_carry_is_refused(

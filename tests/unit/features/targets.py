@@ -15,12 +15,12 @@ from data_prep.config import DataConfig
 from data_prep.ids import hash_token_ids
 from mtp_train.config import Config, FeaturesConfig, RunConfig, TargetConfig
 from runtime.config import EngineConfig
-from tests.unit.runtime.model_fixtures import SMALL, save_llama
+from tests.unit.runtime.model_fixtures import SMALL, save_model
 
 
-def save_target(path: Path, **overrides: Any) -> Path:
-    """A random Llama with the least tokenizer that a fingerprint needs."""
-    save_llama(path, **overrides)
+def save_target(path: Path, *, family: str = "llama", **overrides: Any) -> Path:
+    """A random model with the least tokenizer that a fingerprint needs."""
+    save_model(path, family, **overrides)
     save_tokenizer(path)
     return path
 

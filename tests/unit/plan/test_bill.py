@@ -196,7 +196,7 @@ def test_a_target_that_one_device_cannot_hold_is_spread_and_said_so() -> None:
 
 
 def test_what_was_not_measured_is_marked_estimated() -> None:
-    config = compose("plan", ["target.path=Qwen3-8B", "data.max_tokens_total=1000000"])
+    config = compose("plan", ["target.path=DeepSeek-V2-Lite", "data.max_tokens_total=1000000"])
     values = json.loads(to_json(plan_for(config)))
     assert values["is_estimated"]
     assert any("was not measured: hours are estimated" in note for note in values["notes"])

@@ -18,14 +18,16 @@ from runtime.models.base import DraftModel, Model
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
 from runtime.request import Request, RequestState, SamplingParams
-from tests.unit.runtime.model_fixtures import random_ids, save_llama
+from tests.unit.runtime.model_fixtures import random_ids, save_model
 
 VOCAB = 11
 EOS = 2
 
 
-def tiny_target(path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
-    save_llama(path, seed=seed, vocab_size=VOCAB)
+def tiny_target(
+    path: Path, *, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Target:
+    save_model(path, family, seed=seed, vocab_size=VOCAB)
     return load_target(str(path), dtype=dtype, device=torch.device("cpu"))
 
 
@@ -43,6 +45,7 @@ def head_spec(target: Target, **overrides: Any) -> HeadSpec:
         "rope": RopeSpec(theta=config.rope.theta),
         "norm_eps": config.norm_eps,
         "target_fingerprint": target.fingerprint,
+        "layer_parts": config.layer_parts,
     }
     return HeadSpec(**{**values, **overrides})
 

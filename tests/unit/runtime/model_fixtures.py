@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from runtime.batch import BatchMode, ForwardBatch
 from runtime.cpu_kernels import CpuKernels
@@ -50,10 +60,30 @@ SMALL = {
 }
 
 
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+OWN: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 12},  # heads wider than the residual stream
+}
+
+
 def save_llama(path: Path, *, seed: int = 0, **overrides: object) -> LlamaForCausalLM:
+    model = save_model(path, "llama", seed=seed, **overrides)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def save_model(path: Path, family: str, *, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random model saved to ``path``; norms and biases are random too, or they test nothing."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **overrides})).eval()
+    config_class, model_class = CLASSES[family]
+    config = config_class(**{**SMALL, **OWN.get(family, {}), **overrides})
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -27,7 +27,7 @@ from tests.unit.runtime.engine_fixtures import (
 )
 from tests.unit.runtime.flashinfer_cases import make_backend
 from tests.unit.runtime.flashinfer_signatures import recorded_versions
-from tests.unit.runtime.model_fixtures import save_llama
+from tests.unit.runtime.model_fixtures import save_model
 from tests.unit.runtime.operator_recorder import OperatorRecorder
 
 NEWEST = recorded_versions()[-1]
@@ -43,9 +43,9 @@ def target(tmp_path: Path) -> Target:
     return flashinfer_target(tmp_path)
 
 
-def flashinfer_target(path: Path, **settings: Any) -> Target:
+def flashinfer_target(path: Path, *, family: str = "llama", **settings: Any) -> Target:
     """The same weights; without fused kernels, which are no operators and would not be noted."""
-    save_llama(path, vocab_size=VOCAB)
+    save_model(path, family, vocab_size=VOCAB)
     return load_target(
         path,
         dtype=torch.float32,
@@ -100,6 +100,27 @@ def test_graphs_of_a_head_without_a_cache_change_no_token(
     engine = make_engine(target, draft, num_draft_tokens=k, cuda_graphs=True, recorder=recorder)
     assert run_stepwise(engine, make_requests(), late=True, after_step=check_draft_state) == wanted
     assert recorder.num_replays > 2 * recorder.num_recorded > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_graphs_of_layers_with_biases_and_head_norms_change_no_token(
+    family: str, tmp_path: Path
+) -> None:
+    plain_target = tiny_target(tmp_path / "plain", family=family)
+    target = flashinfer_target(tmp_path / "model", family=family)
+    wanted = run_stepwise(
+        make_engine(plain_target, random_head(plain_target), num_draft_tokens=3), make_requests()
+    )
+    engine, recorder = engine_with_graphs(target, k=3)
+    enqueue = engine.schedule.enqueue
+
+    def guarded(plan: StepPlan) -> PendingStep:
+        with no_wait():
+            return enqueue(plan)
+
+    engine.schedule.enqueue = guarded  # type: ignore[method-assign]
+    assert run_stepwise(engine, make_requests(), after_step=check_draft_state) == wanted
+    assert recorder.num_replays > recorder.num_recorded > 0
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -9,6 +9,7 @@ import torch
 
 from runtime.batch import BatchMode
 from runtime.head_spec import EAGLE3_FIELDS, DraftVocab, HeadSpec, RopeSpec, hash_vocab_ids
+from runtime.layer_parts import LayerParts
 from runtime.models.heads import build_head
 from runtime.models.llama import LlamaModel
 from runtime.models.loader import load_target
@@ -221,6 +222,7 @@ def test_eagle3_is_eagle3_as_published(field):
     mtp = {f.name: f.default for f in dataclasses.fields(HeadSpec)}
     others = {"position_offset": 1, "concat": "hidden_embedding", "num_layers": 2}
     others |= {"logits_from": "pre_norm", "projection_bias": True, "norm_form": "1+w"}
+    others |= {"layer_parts": LayerParts(qk_norm=True)}
     other = others.get(field, mtp[field])
     with pytest.raises(ValueError, match=rf"head {field}=.*kind=eagle3 is the head of EAGLE-3"):
         dataclasses.replace(BASE, **{field: other})

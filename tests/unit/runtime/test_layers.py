@@ -111,6 +111,18 @@ def test_norm_of_one_plus_w_form(ops):
     assert torch.allclose(got, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [8, 12, 128])
+def test_norm_of_heads_is_of_each_alone_and_leaves_the_others(width, ops):
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 6, width, generator=generator) * 3
+    hf = LlamaRMSNorm(width, eps=1e-5)
+    hf.weight.data.uniform_(0.5, 1.5)
+    before = qkv.clone()
+    ops.norm_heads(qkv[:, 1:5], norm_weight(hf.weight.data, eps=1e-5))
+    assert torch.allclose(qkv[:, 1:5], hf(before[:, 1:5]), rtol=1e-5, atol=1e-6)
+    assert torch.equal(qkv[:, ::5], before[:, ::5])
+
+
 def test_silu_mul_over_the_whole_range(ops):
     gate = torch.tensor([-1e4, -200.0, -90.0, -88.0, -20.0, -1.0, 0.0, 1.0, 20.0, 90.0, 1e4])
     up = torch.linspace(-2, 2, 11)

@@ -20,6 +20,7 @@ from runtime.head_spec import (
     save_head,
 )
 from runtime.kv_cache import SlotTable
+from runtime.layer_parts import LayerParts
 from runtime.models.heads import build_head
 from runtime.models.heads.medusa import MedusaHead
 from runtime.models.loader import Target
@@ -184,6 +185,7 @@ def test_a_reduced_vocabulary_drafts_its_ids_only(target: Target) -> None:
 def test_medusa_is_medusa_as_published(target: Target, field: str) -> None:
     mtp = {f.name: f.default for f in dataclasses.fields(HeadSpec)}
     others = {"position_offset": 1, "concat": "hidden_embedding", "norm_form": "1+w"}
+    others |= {"layer_parts": LayerParts(qkv_bias=True)}
     other = others.get(field, mtp[field])
     with pytest.raises(ValueError, match=rf"head {field}=.*kind=medusa is Medusa-1 as published"):
         head_spec(target, **MEDUSA | {field: other})

@@ -19,6 +19,7 @@ from runtime.head_spec import (
     RopeSpec,
     hash_vocab_ids,
 )
+from runtime.layer_parts import LayerParts
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.loader import load_target
@@ -155,7 +156,12 @@ class Reference:
 
 @pytest.mark.parametrize("field", EAGLE_FIELDS)
 def test_eagle_is_eagle_as_published(field):
-    others = {"position_offset": 1, "concat": "hidden_embedding", "num_layers": 2}
+    others = {
+        "position_offset": 1,
+        "concat": "hidden_embedding",
+        "num_layers": 2,
+        "layer_parts": LayerParts(qkv_bias=True),
+    }
     other = others.get(field, getattr(BASE, field))
     with pytest.raises(ValueError, match=rf"head {field}=.*kind=eagle is EAGLE-1 as published"):
         dataclasses.replace(BASE, kind="eagle", **{**EAGLE_FIELDS, field: other})

@@ -73,7 +73,13 @@ class OneByOne(CpuBackend):
 
 
 def make_block(
-    kernels: CpuKernels, dtype: torch.dtype, *, bias: bool, norms: bool, width: int = 64
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    *,
+    bias: bool,
+    norms: bool,
+    head_norms: bool = False,
+    width: int = 64,
 ) -> DecoderBlock:
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, head_dim, inner = 4, 2, 24, 80
@@ -88,6 +94,8 @@ def make_block(
     }
     if bias:
         shapes |= {n.replace(".weight", ".bias"): (s[0],) for n, s in list(shapes.items())}
+    if head_norms:
+        shapes |= {f"self_attn.{n}_norm.weight": (head_dim,) for n in "qk"}
     if norms:
         shapes |= {f"{n}_layernorm.weight": (width,) for n in ("input", "post_attention")}
 
@@ -108,11 +116,9 @@ def make_block(
 class Blocks:
     """Three random blocks behind 70 tokens of every request; ``rows``: (table row, new rows)."""
 
-    def __init__(
-        self, dtype: torch.dtype, rows: list[tuple[int, int]], *, bias: bool, norms: bool
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, rows: list[tuple[int, int]], **parts: bool) -> None:
         kernels = fused_kernels()
-        self.blocks = [make_block(kernels, dtype, bias=bias, norms=norms) for _ in range(3)]
+        self.blocks = [make_block(kernels, dtype, **parts) for _ in range(3)]
         self.table = make_table()
         for row, count in rows:
             self.table.acquire_row()
@@ -141,10 +147,12 @@ class Blocks:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("norms", "head_norms"), [(False, False), (True, False), (True, True), (False, True)]
+)
 @pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 1), (1, 3)], [(0, 230)]])
-def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, rows):
-    work = Blocks(dtype, rows, bias=bias, norms=norms)
+def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, head_norms, rows):
+    work = Blocks(dtype, rows, bias=bias, norms=norms, head_norms=head_norms)
     fused_x, fused_kv, is_one_call = work.run(CpuBackend(fused_kernels()))
     single_x, single_kv, is_one_call_too = work.run(OneByOne(fused_kernels()))
     assert (is_one_call, is_one_call_too) == (True, False)
@@ -154,7 +162,7 @@ def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, row
 
 @pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 230), (1, 1), (2, 4)]])
 def test_the_number_of_threads_changes_no_bit(dtype, rows):
-    work = Blocks(dtype, rows, bias=True, norms=True)
+    work = Blocks(dtype, rows, bias=True, norms=True, head_norms=True)
     logits = PanelLinear(torch.randn(97, 64).to(dtype), kernels=fused_kernels())
     before = torch.get_num_threads()
     results = []

@@ -10,15 +10,15 @@ import torch
 from runtime.models.loader import Target, load_target
 from runtime.panel_linear import PanelLinear
 from tests.unit.runtime.engine_fixtures import make_engine, make_requests, random_head
-from tests.unit.runtime.model_fixtures import random_ids, save_llama
+from tests.unit.runtime.model_fixtures import random_ids, save_model
 
 WIDTH = 64
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Target:
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def target(request, tmp_path_factory) -> Target:
     path = tmp_path_factory.mktemp("target")
-    save_llama(path, vocab_size=11, hidden_size=WIDTH, intermediate_size=80)
+    save_model(path, request.param, vocab_size=11, hidden_size=WIDTH, intermediate_size=80)
     loaded = load_target(path, dtype=torch.bfloat16, device=torch.device("cpu"))
     if not isinstance(loaded.model.lm_head, PanelLinear):
         pytest.skip("no bfloat16 products on this processor, or no compiler")

@@ -37,7 +37,7 @@ from tests.unit.runtime.engine_fixtures import (
     random_head_tensors,
     run_stepwise,
 )
-from tests.unit.runtime.model_fixtures import random_ids, relative_error, save_llama
+from tests.unit.runtime.model_fixtures import random_ids, relative_error, save_model
 from tests.unit.runtime.thread_group import ThreadGroup, run_ranks
 
 CPU = torch.device("cpu")
@@ -59,6 +59,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "intermediate_size": 45,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "qwen2": {"family": "qwen2", "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3_one_kv_head": {
+        "family": "qwen3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
     },
 }
 WIDTHS = (2, 4)
@@ -83,7 +90,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def make_case(path: Path, shape: str, **overrides: Any) -> Case:
-    save_llama(path, **{"vocab_size": VOCAB, **SHAPES[shape]})
+    save_model(path, **{"family": "llama", "vocab_size": VOCAB, **SHAPES[shape]})
     return open_case(path, **overrides)
 
 

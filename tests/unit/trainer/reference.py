@@ -128,6 +128,9 @@ class StepwiseHead:
         weight = self.w[name] + (1.0 if self.spec.norm_form == "1+w" else 0.0)
         return x / (x.pow(2).mean() + self.spec.norm_eps).sqrt() * weight
 
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.w[name + ".weight"] @ x + self.w.get(name + ".bias", 0.0)
+
     def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
         out = torch.empty_like(x)
         half = self.spec.head_dim // 2
@@ -140,7 +143,7 @@ class StepwiseHead:
 
     def row(self, hidden, token, position, cache, *, is_recycled=False):
         """Append this row's K/V to ``cache`` and return (state for logits, recycled state)."""
-        spec, w = self.spec, self.w
+        spec = self.spec
         e = self.embedding[token]
         if spec.kind == "eagle3":
             x = hidden if is_recycled else self.fuse(hidden)
@@ -156,7 +159,7 @@ class StepwiseHead:
         parts = [self.norm(e, "enorm.weight"), self.norm(hidden, "hnorm.weight")]
         if spec.concat == "hidden_embedding":
             parts.reverse()
-        x = w["eh_proj.weight"] @ torch.cat(parts) + w.get("eh_proj.bias", 0.0)
+        x = self.linear(torch.cat(parts), "eh_proj")
         for number in range(spec.num_layers):
             x = self.layer(x, f"layers.{number}.", position, cache.setdefault(number, []))
         final = self.norm(x, "norm.weight")
@@ -174,12 +177,13 @@ class StepwiseHead:
         return self.w["fc.weight"] @ joined
 
     def layer(self, x, layer, position, cache, *, inputs=None):
-        spec, w = self.spec, self.w
         a = self.norm(x, layer + "input_layernorm.weight") if inputs is None else inputs
-        heads = {
-            n: (w[f"{layer}self_attn.{n}_proj.weight"] @ a).view(-1, spec.head_dim) for n in "qkv"
-        }
-        q, k = self.rotate(heads["q"], position), self.rotate(heads["k"], position)
+        spec, attention, mlp = self.spec, layer + "self_attn.", layer + "mlp."
+        heads = {n: self.linear(a, f"{attention}{n}_proj").view(-1, spec.head_dim) for n in "qkv"}
+        for n in "qk":
+            each = [self.norm(head, f"{attention}{n}_norm.weight") for head in heads[n]]
+            heads[n] = self.rotate(torch.stack(each), position)
+        q, k = heads["q"], heads["k"]
         cache.append((k, heads["v"]))
         mixed = []
         for head in range(spec.num_heads):
@@ -188,12 +192,10 @@ class StepwiseHead:
             values = torch.stack([v[group] for _, v in cache])
             probs = torch.softmax(keys @ q[head] / spec.head_dim**0.5, dim=0)
             mixed.append(probs @ values)
-        x = x + w[layer + "self_attn.o_proj.weight"] @ torch.cat(mixed)
+        x = x + self.linear(torch.cat(mixed), attention + "o_proj")
         m = self.norm(x, layer + "post_attention_layernorm.weight")
-        gate = F.silu(w[layer + "mlp.gate_proj.weight"] @ m)
-        return x + w[layer + "mlp.down_proj.weight"] @ (
-            gate * (w[layer + "mlp.up_proj.weight"] @ m)
-        )
+        gate = F.silu(self.linear(m, mlp + "gate_proj"))
+        return x + self.linear(gate * self.linear(m, mlp + "up_proj"), mlp + "down_proj")
 
     def block(self, index: int, g: torch.Tensor) -> torch.Tensor:
         name = f"blocks.{index}.layers.0."

@@ -5,14 +5,26 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from mtp_train.config import HeadConfig, HeadNorms
 from mtp_train.heads import build_training_head
-from mtp_train.heads.init import initialise
+from mtp_train.heads.init import initialise, make_head_spec
 from mtp_train.packing import pack
 from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, RopeSpec, YarnSpec
+from runtime.layer_parts import LayerParts
 from runtime.layers import RotaryEmbedding
+from runtime.models.config import ModelConfig, parse_config
 from tests.unit.trainer.reference import (
     StepwiseHead,
     eagle3,
@@ -43,6 +55,13 @@ SPECS = {
     },
     "bias": {"projection_bias": True},
     "two layers": {"num_layers": 2},
+    "qwen2": {"layer_parts": LayerParts(qkv_bias=True)},
+    "qwen3": {"layer_parts": LayerParts(qk_norm=True), "head_dim": 12},
+    "qwen3, one plus w": {"layer_parts": LayerParts(qk_norm=True), "norm_form": "1+w"},
+    "every bias and norm, two layers": {
+        "layer_parts": LayerParts(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True),
+        "num_layers": 2,
+    },
     "eagle3": eagle3(),
     "eagle3, every variant": eagle3(12, fusion_norm="each", residual="normed", recycle="post_norm"),
     "eagle3, norm of all streams": eagle3(fusion_norm="joined"),
@@ -50,7 +69,12 @@ SPECS = {
     "medusa": medusa(),
     "medusa without a bias": medusa(4, projection_bias=False),
 }
-UNROLLED = {"one layer": {}, "two layers": {"num_layers": 2}, "medusa": medusa()}
+UNROLLED = {
+    "one layer": {},
+    "two layers": {"num_layers": 2},
+    "biases and head norms": {"layer_parts": LayerParts(True, True, True, True), "head_dim": 12},
+    "medusa": medusa(),
+}
 
 
 @pytest.mark.parametrize("changes", SPECS.values(), ids=SPECS.keys())
@@ -156,8 +180,17 @@ def test_first_embedding_is_masked_in_every_sample_of_a_pack():
     assert torch.equal(a, b)
 
 
-def test_step_zero_equals_the_decoder_layer_of_transformers():
-    config = LlamaConfig(
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], LayerParts]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LayerParts()),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, LayerParts(qkv_bias=True)),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, LayerParts(qk_norm=True)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_zero_equals_the_decoder_layer_of_transformers(family):
+    config_class, model_class, parts = FAMILIES[family]
+    config = config_class(
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,
@@ -169,9 +202,12 @@ def test_step_zero_equals_the_decoder_layer_of_transformers():
         rms_norm_eps=1e-5,
         rope_parameters=LLAMA3,
     )
-    model = LlamaForCausalLM(config).eval().model
+    model = model_class(config).eval().model
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     rope = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)
-    spec = tiny_spec(rope=rope)
+    spec = tiny_spec(rope=rope, layer_parts=parts)
     head, embedding = random_head(spec), random_embedding(spec)
     head.layers[0].load_state_dict(model.layers[0].state_dict())
     head.norm.load_state_dict(model.norm.state_dict())
@@ -257,6 +293,36 @@ def test_exported_tensors_are_those_of_the_spec_and_load_again(changes):
         other.load_tensors(tensors)
 
 
+def _target(family: str) -> ModelConfig:
+    config_class, model_class, _ = FAMILIES[family]
+    config = config_class(head_dim=16, num_attention_heads=2, num_key_value_heads=2)
+    raw = config.to_dict() | {"architectures": [model_class.__name__]}
+    return parse_config(raw, generation={}, source="test")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_has_the_parts_of_its_targets_layers_unless_told_otherwise(family, caplog):
+    target, parts = _target(family), FAMILIES[family][2]
+
+    def parts_of(head: HeadConfig) -> LayerParts:
+        spec = make_head_spec(head, target, fingerprint="f" * 64)
+        assert HeadSpec.from_json(spec.to_json()) == spec
+        assert ("layer_parts" in spec.to_json()) == (spec.layer_parts != LayerParts())
+        return spec.layer_parts
+
+    assert parts_of(HeadConfig()) == parts
+    assert parts_of(HeadConfig(num_layers=2)) == parts
+    assert parts_of(HeadConfig(decoder="llama")) == LayerParts()
+    norms = HeadNorms(enorm=False, hnorm=False, input=False, final=False)
+    eagle = HeadConfig(kind="eagle", recycle="pre_norm", first_embedding_mask=False, norms=norms)
+    assert parts_of(eagle) == LayerParts()
+    assert not caplog.records
+    parts_of(HeadConfig(init="last_layer", decoder="llama"))
+    assert [str(parts) in record.getMessage() for record in caplog.records] == [True] * (
+        family != "llama"
+    )
+
+
 def _fresh(spec, method, read_target=lambda name: torch.empty(0)):
     return initialise(
         spec,
@@ -308,11 +374,22 @@ def test_a_zero_start_is_the_identity_and_learns():
 
 
 @pytest.mark.parametrize(
-    ("concat", "num_layers"), [("embedding_hidden", 1), ("hidden_embedding", 2)]
+    ("concat", "num_layers", "parts"),
+    [
+        ("embedding_hidden", 1, LayerParts()),
+        ("hidden_embedding", 2, LayerParts()),
+        ("embedding_hidden", 1, LayerParts(qkv_bias=True)),
+        ("embedding_hidden", 2, LayerParts(qk_norm=True)),
+    ],
 )
-def test_last_layer_start_runs_the_targets_last_layers_on_the_hidden_state(concat, num_layers):
+def test_last_layer_start_runs_the_targets_last_layers_on_the_hidden_state(
+    concat, num_layers, parts
+):
     spec = tiny_spec(
-        concat=concat, num_layers=num_layers, norms=NormPlacement(enorm=False, hnorm=False)
+        concat=concat,
+        num_layers=num_layers,
+        norms=NormPlacement(enorm=False, hnorm=False),
+        layer_parts=parts,
     )
     source = random_head(spec, seed=9).export_tensors()
     asked = []

@@ -26,10 +26,15 @@ RUNTIME = EngineConfig(
 
 
 def make_subject(
-    path: Path, *, dtype: torch.dtype = torch.float32, kind: type[Subject] = Subject, **spec: Any
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kind: type[Subject] = Subject,
+    family: str = "llama",
+    **spec: Any,
 ) -> Subject:
     """A random head for a random target of eleven tokens; ``spec`` overrides fields of the head."""
-    target = tiny_target(path / "target")
+    target = tiny_target(path / "target", family=family)
     head = head_spec(target, **spec)
     save_head(path / "head", head, random_head_tensors(head))
     return kind(

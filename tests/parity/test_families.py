@@ -1,0 +1,59 @@
+"""The ladder over targets of other families, and heads whose layers are computed only in part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mtp_train.validate import p1, p2, p4
+from runtime.models.heads.mtp import MtpHead
+from tests.parity.test_mutants import (
+    PROMPTS,
+    SEQUENCES,
+    SMALL_P4,
+    K,
+    MisreadSubject,
+    climb_p0,
+    climb_p3,
+)
+from tests.unit.validate.subjects import make_subject
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_every_family_is_green(tmp_path: Path, family: str) -> None:
+    subject = make_subject(tmp_path, family=family)
+    assert climb_p0(subject).passed
+    assert p1.check(subject, SEQUENCES).passed
+    assert p2.check(subject, SEQUENCES, k=3).passed
+    assert climb_p3(subject).passed
+    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
+
+
+def forget_head_norms(head: MtpHead) -> None:
+    for block in head.blocks:
+        block.q_norm = block.k_norm = block.fused = None
+
+
+def swap_head_norms(head: MtpHead) -> None:
+    for block in head.blocks:
+        block.q_norm, block.k_norm, block.fused = block.k_norm, block.q_norm, None
+
+
+def forget_biases(head: MtpHead) -> None:
+    for block in head.blocks:
+        block.qkv._bias = block.fused = None
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("qwen3", forget_head_norms), ("qwen3", swap_head_norms), ("qwen2", forget_biases)],
+)
+def test_p2_sees_parts_of_the_layer_that_are_not_computed(
+    tmp_path: Path, family: str, change: Callable[[MtpHead], None]
+) -> None:
+    subject = make_subject(tmp_path, kind=MisreadSubject, family=family)
+    assert isinstance(subject, MisreadSubject)
+    subject.change = change
+    assert not p2.check(subject, SEQUENCES, k=3).passed
