@@ -57,13 +57,15 @@ class Message:
 class Conversation:
     """Messages in order and the tools on offer (each the JSON text of its definition).
 
-    ``source`` and ``record_id`` say where it came from and are not part of its identity.
+    ``source``, ``record_id`` and ``domain`` say where it came from and are not part of its
+    identity.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     source: str = ""
     record_id: str = ""
+    domain: str = ""  # as the record names it
 
     @cached_property
     def conversation_id(self) -> str:
@@ -107,6 +109,7 @@ class TokenizedRecord:
     source: str = ""
     record_id: str = ""
     group: str = ""  # rows of one conversation share a group and therefore a split
+    domain: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from data_prep.builtin import BUILTIN_SETS, builtin_path
 from data_prep.chat import load_chat_format
 from data_prep.conversation import Message
 from data_prep.json_stream import Damage, read_json_records
+from data_prep.scripts import main_script
 
 _ID_KEYS = {"mtbench": "question_id", "humaneval": "task_id", "gsm8k": ""}
 _PROMPT_KEYS = {"mtbench": "turns", "humaneval": "prompt", "gsm8k": "question"}
@@ -23,6 +24,7 @@ class EvalPrompt:
     category: str
     prompt_ids: tuple[int, ...]
     turn: int = 1
+    script: str = ""  # the main one of the question
 
 
 def evaluation_prompts(
@@ -48,7 +50,7 @@ def evaluation_prompts(
     chat = load_chat_format(tokenizer, template_path=chat_template, kwargs=chat_template_kwargs)
     texts = [chat.prompt_text((Message("user", item.turns[0]),), ()) for item in chosen]
     return [
-        EvalPrompt(item.id, item.category, tuple(ids))
+        EvalPrompt(item.id, item.category, tuple(ids), script=main_script(item.turns[0]))
         for item, ids in zip(chosen, chat.encode(texts), strict=True)
     ]
 
@@ -74,7 +76,7 @@ def second_turn_prompts(
         first = (Message("user", item.turns[0]), Message("assistant", answers[item.id]))
         texts.append(chat.prompt_text((*first, Message("user", item.turns[1])), ()))
     return [
-        EvalPrompt(item.id, item.category, tuple(ids), turn=2)
+        EvalPrompt(item.id, item.category, tuple(ids), turn=2, script=main_script(item.turns[1]))
         for item, ids in zip(chosen, chat.encode(texts), strict=True)
     ]
 

@@ -21,6 +21,7 @@ from data_prep.answering import Answering, HiddenSink, OpenAnswering
 from data_prep.chat import ChatFormat, configured_chat_format
 from data_prep.config import DataConfig
 from data_prep.conversation import Conversation, Record, Reject
+from data_prep.coverage import Origin, Part
 from data_prep.fingerprints import (
     check_same,
     fingerprint_inputs,
@@ -37,6 +38,7 @@ from data_prep.statistics import Lengths, SplitStatistics, StatisticsCounter, re
 from data_prep.token_set import (
     FINGERPRINT_FILE,
     VERSION,
+    TokenRow,
     TokenSetWriter,
     read_fingerprint,
     write_json,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOURNAL_FILE = "regenerated.jsonl"
+_PROMPT_TOKENS = 2048  # that a tokenised prompt's script is told by
 _CHUNK = 512  # conversations tokenised together
 _SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -76,7 +79,7 @@ class _Output:
     seen: set[str] = field(default_factory=set)
     is_full: bool = False
 
-    def offer(self, row: Any, split: Split) -> str:
+    def offer(self, row: TokenRow, split: Split, origin: Origin) -> str:
         """Take the row; or say why not."""
         if row.sample_id in self.seen:
             return "duplicate_row"
@@ -87,7 +90,7 @@ class _Output:
             return "token_budget"
         self.seen.add(row.sample_id)
         writer.append(row)
-        self.counters[split].add(row)
+        self.counters[split].add(row, origin)
         return ""
 
 
@@ -232,7 +235,10 @@ def _fill_tokenized(
             rejects.append(row)
             continue
         split = assign_split(token_prompt_hash(record), validation_share=share, seed=seed)
-        if reason := output.offer(row, split):
+        end = min(record.loss_mask.index(True), _PROMPT_TOKENS)
+        prompt = chat.decode(record.input_ids[:end])  # a template's words are part of it
+        origin = Origin(record.source, record.domain, prompt)
+        if reason := output.offer(row, split, origin):
             rejects.append(Reject(reason, record.source, record.record_id))
 
 
@@ -263,8 +269,10 @@ def _fill(
             split = assign_split(
                 conversation.prompt_id, validation_share=config.validation_share, seed=seed
             )
+            asked = [one.content for one in conversation.messages if one.role == "user"]
+            origin = Origin(conversation.source, conversation.domain, "\n".join(asked))
             for row in result.rows:
-                if reason := output.offer(row, split):
+                if reason := output.offer(row, split, origin):
                     rejects.append(Reject(reason, conversation.source, conversation.record_id))
             bar.advance(output.writers["train"].num_tokens, recalled=result.recalled)
     left = conversations[num_taken:]
@@ -353,7 +361,11 @@ def _finished_report(folder: Path, fingerprint: Mapping[str, Any]) -> DataReport
 
 
 def _split_statistics(saved: Mapping[str, Any]) -> SplitStatistics:
-    values = {item.name: saved[item.name] for item in fields(SplitStatistics)}
+    # a set of an older version has no coverage
+    values = {item.name: saved[item.name] for item in fields(SplitStatistics) if item.name in saved}
+    for name in ("domains", "prompt_scripts"):
+        parts = values.get(name, {})
+        values[name] = {label: Part(**part) for label, part in parts.items()}
     for name in ("row_lens", "prompt_lens", "answer_lens"):
         values[name] = Lengths(**values[name])
     return SplitStatistics(**values)

@@ -21,6 +21,7 @@ from data_prep.conversation import (
     ToolCall,
     is_unicode,
 )
+from data_prep.coverage import record_domain
 
 _CONVERSATION_KEYS = ("conversations", "conversation")
 _PROMPT_KEYS = ("prompt", "question", "query", "instruction", "turns", "text")
@@ -68,7 +69,8 @@ def parse_record(row: Any, *, source: str, record_id: str, format: Format) -> Re
         tools = _tools(row.get("tools") or row.get("functions"))
         if not is_unicode(*(text for message in messages for text in message.texts), *tools):
             raise _UnusableError("bad_encoding", "text that is not Unicode")
-        return Conversation(messages, tools, source=source, record_id=record_id)
+        domain = record_domain(row)
+        return Conversation(messages, tools, source=source, record_id=record_id, domain=domain)
     except _UnusableError as error:
         return Reject(error.reason, source, record_id, error.detail)
 
@@ -202,7 +204,14 @@ def _tokenized(row: dict[str, Any], source: str, record_id: str) -> Record:
         raise _UnusableError("malformed_tokens", "loss_mask must hold true/false or 1/0")
     flags = tuple(bool(flag) for flag in mask)
     group = str(row.get("conversation_id") or "")
-    return TokenizedRecord(tuple(ids), flags, source=source, record_id=record_id, group=group)
+    return TokenizedRecord(
+        tuple(ids),
+        flags,
+        source=source,
+        record_id=record_id,
+        group=group,
+        domain=record_domain(row),
+    )
 
 
 def _parse_json(text: str, what: str) -> Any:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from data_prep.conversation import BEYOND_LIMITS, Reject
+from data_prep.coverage import CoverageCounter, Origin, Part, largest_parts
+from data_prep.scripts import script_shares
 from data_prep.token_set import TokenRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table as RichTable
 
     from data_prep.chat import ChatFormat
 
 _SCRIPT_SAMPLE_ROWS = 2000
+_COVERAGE: Mapping[str, str] = MappingProxyType(
+    {"domains": "source and domain", "prompt_scripts": "script of the prompt"}
+)
+_SHOWN_PARTS = 12
 _SHADES = ("black on green3", "black on green1")
 
 
@@ -45,6 +51,8 @@ class SplitStatistics:
     answer_lens: Lengths
     sources: Mapping[str, int]  # rows per source
     scripts: Mapping[str, float]  # share of the letters under the mask, by Unicode script
+    domains: Mapping[str, Part] = field(default_factory=dict)  # by source and what a record says
+    prompt_scripts: Mapping[str, Part] = field(default_factory=dict)  # by main script of the prompt
 
     @property
     def masked_share(self) -> float:
@@ -64,12 +72,14 @@ class StatisticsCounter:
         self._sources: Counter[str] = Counter()
         self._conversations: set[str] = set()
         self._characters: Counter[str] = Counter()
+        self._coverage = CoverageCounter()
 
-    def add(self, row: TokenRow) -> None:
+    def add(self, row: TokenRow, origin: Origin) -> None:
         self._row_lens.append(len(row.input_ids))
         spans = mask_spans(row.loss_mask)
         self._prompt_lens.append(spans[0][0] if spans else len(row.input_ids))
         self._answer_lens.extend(end - start for start, end in spans)
+        self._coverage.add(origin, sum(end - start for start, end in spans))
         self._num_cut_off += row.cut_off
         self._sources[row.source] += 1
         self._conversations.add(row.conversation_id)
@@ -89,6 +99,8 @@ class StatisticsCounter:
             answer_lens=_percentiles(self._answer_lens),
             sources=dict(self._sources.most_common()),
             scripts=script_shares(self._characters),
+            domains=largest_parts(self._coverage.domains),
+            prompt_scripts=largest_parts(self._coverage.prompt_scripts),
         )
 
 
@@ -105,16 +117,6 @@ def mask_spans(loss_mask: Sequence[bool]) -> list[tuple[int, int]]:
     if start >= 0:
         spans.append((start, len(loss_mask)))
     return spans
-
-
-def script_shares(characters: Mapping[str, int]) -> dict[str, float]:
-    """Share of each Unicode script among the letters, largest first."""
-    counts: Counter[str] = Counter()
-    for character, count in characters.items():
-        if character.isalpha():
-            counts[_script(character)] += count
-    total = counts.total()
-    return {script: count / total for script, count in counts.most_common()} if total else {}
 
 
 def reject_counts(rejects: Iterable[Reject]) -> dict[str, int]:
@@ -176,11 +178,25 @@ def statistics_tables(
             (f"{item.p50} / {item.p90} / {item.p99}" for item in lens),
         )
     add("scripts", (_format_shares(item.scripts) for item in stats))
+    coverage = [_coverage_table(kind, stats[0]) for kind in _COVERAGE] if stats else []
     faults = Table("not used", "count", title="rejects")
     beyond = Table("not needed", "count", title="beyond the limits")
     for reason, count in rejects.items():
         (beyond if reason in BEYOND_LIMITS else faults).add_row(reason, f"{count:,}")
-    return Columns([table, *(lost for lost in (faults, beyond) if lost.rows)])
+    return Columns([table, *(part for part in (*coverage, faults, beyond) if part.rows)])
+
+
+def _coverage_table(kind: str, split: SplitStatistics) -> RichTable:
+    """Shares of the first split (training) by one kind of part."""
+    from rich.table import Table
+
+    parts: Mapping[str, Part] = getattr(split, kind)
+    table = Table(_COVERAGE[kind], "rows", "answer tokens", title="coverage of training")
+    for label, part in list(parts.items())[:_SHOWN_PARTS]:
+        rows = part.num_rows / split.num_rows if split.num_rows else 0.0
+        tokens = part.num_answer_tokens / (split.num_masked_tokens or 1)
+        table.add_row(label, f"{rows:.1%}", f"{tokens:.1%}")
+    return table
 
 
 def _pieces(row: TokenRow, chat: ChatFormat, start: int, end: int) -> list[tuple[str, bool]]:
@@ -213,13 +229,4 @@ def _format_shares(shares: Mapping[str, float]) -> str:
     return (
         ", ".join(f"{script} {share:.1%}" for script, share in shares.items() if share >= 0.001)
         or "-"
-    )
-
-
-@cache
-def _script(character: str) -> str:
-    """The script as the first word of the character's Unicode name says it."""
-    first = unicodedata.name(character, "Unknown").split()[0].split("-")[0]
-    return {"CJK": "Han", "FULLWIDTH": "Latin", "HALFWIDTH": "Katakana"}.get(
-        first, first.capitalize()
     )

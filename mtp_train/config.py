@@ -106,6 +106,7 @@ class TrainerConfig:
 
     epochs: int = 1  # passes over the data, where max_steps is 0
     max_steps: int = 0  # 0 = epochs decide; else exactly so many, epochs repeated as needed
+    max_tokens: int = 0  # of the store, a random part of it; 0 = all
     tokens_per_step: int = 4096  # per optimiser step, over all ranks and accumulation
     gradient_accumulation: int = 1
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -303,6 +303,18 @@ def plan_epoch(
     return steps
 
 
+def choose_part(lengths: Sequence[int], *, max_tokens: int, seed: int) -> list[int]:
+    """Indices of a random part of the samples of at most ``max_tokens`` tokens, ascending; all of
+    them for 0. The part of one seed lies in every larger part of it; at least one sample.
+    """
+    if not max_tokens:
+        return list(range(len(lengths)))
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    totals = np.cumsum(np.asarray(lengths, dtype=np.int64)[order])
+    count = max(1, int(np.searchsorted(totals, max_tokens, side="right")))
+    return sorted(order[:count].tolist())
+
+
 def split_step(
     indices: Sequence[int], lengths: Sequence[int], *, num_parts: int
 ) -> list[list[int]]:

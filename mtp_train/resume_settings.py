@@ -32,6 +32,7 @@ _LATER_KEYS = (
     "own_tokens",
     "sequence_parallel",
     "optimizer",
+    "max_tokens",
 )
 _LATER_HEAD_KEYS = ("decoder",)
 

@@ -73,6 +73,7 @@ RANGES: tuple[Rule, ...] = (
             "export.max_length",
             "report.max_samples",
             "trainer.max_steps",
+            "trainer.max_tokens",
             "trainer.validate_every",
             "trainer.patience",
             "trainer.feature_noise",

@@ -35,6 +35,7 @@ from mtp_train.optim import learning_rate
 from mtp_train.packing import (
     HeadBatch,
     Sample,
+    choose_part,
     count_active,
     idle_batch,
     pack,
@@ -183,19 +184,35 @@ class Trainer:
     def _plan_run(self) -> list[tuple[int, list[int]]]:
         """(epoch, sample indices) of every step: ``max_steps`` of them, else ``epochs``' worth."""
         trainer = self._config.trainer
+        part = choose_part(
+            self._lengths,
+            max_tokens=trainer.max_tokens,
+            seed=derive_seed(self._config.seed, "part"),
+        )
+        lengths = [self._lengths[index] for index in part]
+        if trainer.max_tokens:
+            logger.info("training on %d of %d samples, %d tokens", *self._size_of(part))
         plan: list[tuple[int, list[int]]] = []
         for epoch in itertools.count() if trainer.max_steps else range(trainer.epochs):
             steps = plan_epoch(
-                self._lengths,
+                lengths,
                 tokens_per_step=trainer.tokens_per_step,
                 seed=derive_seed(self._config.seed, "order"),
                 epoch=epoch,
             )
             assert steps, "a run has at least one sample"
-            plan += [(epoch, indices) for indices in steps]
+            plan += [(epoch, [part[place] for place in places]) for places in steps]
             if 0 < trainer.max_steps <= len(plan):
                 return plan[: trainer.max_steps]
         return plan
+
+    def _size_of(self, part: Sequence[int]) -> tuple[int, int, int]:
+        return len(part), len(self._lengths), sum(self._lengths[index] for index in part)
+
+    def _count_distinct(self) -> int:
+        """Tokens of the samples that the run sees, each counted once."""
+        used = {index for _, indices in self._plan for index in indices}
+        return sum(self._lengths[index] for index in used)
 
     @property
     def head_dir(self) -> Path:
@@ -233,7 +250,13 @@ class Trainer:
         first, tokens, started = self._state.step, 0, time.perf_counter()
         if self._is_out_of_patience:  # killed after the checkpoint that ended the run
             total = first
-        log.event("start", step=first, total_steps=total, world_size=self._group.world_size)
+        log.event(
+            "start",
+            step=first,
+            total_steps=total,
+            world_size=self._group.world_size,
+            distinct_tokens=self._count_distinct(),
+        )
         metrics: StepMetrics | None = None
         ahead: Future[list[list[tuple[int, Sample]]]] | None = None
         for step in range(first, total):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtp_train.compare.answers import answers_pairs
 from mtp_train.compare.facts import (
     Comparison,
     Condition,
@@ -23,6 +24,7 @@ from mtp_train.compare.statistics import (
     difference,
 )
 from mtp_train.config import CompareConfig
+from mtp_train.learning_curve.build import learning_curve
 from mtp_train.overrides import leaves
 
 _MOST_NAMED = 6  # settings that a message lists
@@ -52,7 +54,16 @@ def build(
         _row(run, label, measured[id(run)], baseline, condition, flat)
         for label, run in zip(labels, found, strict=True)
     )
-    return Comparison(condition, rows, _differing_settings(flat), tuple(unreadable))
+    pairs = zip(labels, (measured[id(run)] for run in found), strict=True)
+    known = [(label, one) for label, one in pairs if one is not None]
+    return Comparison(
+        condition,
+        rows,
+        _differing_settings(flat),
+        tuple(unreadable),
+        curve=learning_curve(known),
+        answers=answers_pairs(known),
+    )
 
 
 def _measured(run: RunRecords, condition: Condition | None) -> Measured | None:

@@ -75,12 +75,14 @@ def _show(comparison: Comparison, console: Console) -> None:
     from mtp_train.compare.tables import (
         MOST_COLUMNS,
         acceptance_table,
+        answers_table,
         cost_table,
         describe_condition,
         missing_lines,
         settings_table,
         turned,
     )
+    from mtp_train.learning_curve.panel import curve_table, describe_curve
 
     is_few = len(comparison.runs) <= MOST_COLUMNS
 
@@ -96,6 +98,11 @@ def _show(comparison: Comparison, console: Console) -> None:
     else:
         console.print("no recorded setting differs")
     _print("cost", fit(cost_table(comparison)), console)
+    if comparison.answers:
+        _print("answers", answers_table(comparison), console)
+    if comparison.curve.tau is not None:
+        _print("what more data brings", turned(curve_table(comparison.curve)), console)
+    console.print(describe_curve(comparison.curve), markup=False, soft_wrap=True)
     for line in missing_lines(comparison):
         console.print(line, markup=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mtp_train.learning_curve.facts import LearningCurve
 from mtp_train.report.facts import Acceptance, Figure
 
 
@@ -41,11 +42,12 @@ class PromptTable:
 @dataclass(frozen=True)
 class Cost:
     """What a run took. Tokens: of the training split; seen while training, every pass counted;
-    kept as features. Seconds by stage, over all attempts.
+    of these each counted once; kept as features. Seconds by stage, over all attempts.
     """
 
     data_tokens: int | None = None
     trained_tokens: int | None = None
+    distinct_tokens: int | None = None
     steps: int | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     head_params: int | None = None
@@ -98,6 +100,18 @@ class RunRow:
 
 
 @dataclass(frozen=True)
+class AnswersPair:
+    """Two runs that differ in who wrote the answers. ``difference``: the one on answers that the
+    target generated minus the one on recorded answers.
+    """
+
+    recorded: str  # label
+    regenerated: str
+    num_tokens: tuple[int, int]  # distinct, in this order
+    difference: Difference
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """An argument that is no run. ``is_error``: a directory that should have been one."""
 
@@ -122,3 +136,5 @@ class Comparison:
     runs: tuple[RunRow, ...]
     settings: tuple[SettingDifference, ...]
     unreadable: tuple[Unreadable, ...] = ()
+    curve: LearningCurve = field(default_factory=LearningCurve)
+    answers: tuple[AnswersPair, ...] = ()

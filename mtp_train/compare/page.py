@@ -10,12 +10,14 @@ from pathlib import Path
 from mtp_train.compare.facts import Comparison, RunRow
 from mtp_train.compare.tables import (
     acceptance_table,
+    answers_table,
     cost_table,
     describe_condition,
     missing_lines,
     settings_table,
 )
 from mtp_train.console import format_duration
+from mtp_train.learning_curve.panel import curve_panel
 from mtp_train.report import formats
 from mtp_train.report.charts import Mark, Row, draw_rows, draw_twice, span
 from mtp_train.report.facts import Acceptance
@@ -63,6 +65,22 @@ def _sections(comparison: Comparison) -> tuple[Section, ...]:
                 ),
             ),
             against,
+        ),
+        Section(
+            "data",
+            "Data",
+            (
+                curve_panel(comparison.curve),
+                Panel(
+                    "Regenerated against recorded answers",
+                    "Runs that differ in who wrote the answers and in nothing else, with tokens "
+                    "within a tenth.",
+                    table=answers_table(comparison),
+                    is_open=True,
+                    is_broad=True,
+                    absent="no two runs differ in data.regenerate.enabled alone",
+                ),
+            ),
         ),
         Section(
             "settings",
@@ -166,18 +184,12 @@ def _cost_scale(values: list[float]) -> Scale:
     low, high = min(values), max(values)
     if high > _LOG_RATIO * low:
         scale = log_scale(low * 0.8, high * 1.25)
-        ticks = tuple((value, _short(value)) for value, _ in scale.ticks)
+        ticks = tuple((value, formats.short(value)) for value, _ in scale.ticks)
         return Scale(scale.low, scale.high, ticks, is_log=True)
     scale = linear_scale(*span(values, least=0.2 * high))
-    return Scale(scale.low, scale.high, tuple((value, _short(value)) for value, _ in scale.ticks))
-
-
-def _short(value: float) -> str:
-    """``250k``, ``3M``, ``0.25``."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:.3g}"
+    return Scale(
+        scale.low, scale.high, tuple((value, formats.short(value)) for value, _ in scale.ticks)
+    )
 
 
 def _ends(row: Acceptance) -> list[float]:

@@ -17,6 +17,7 @@ from mtp_train.report.reader import read_run
 from mtp_train.run_dir import PARITY_NAME, read_json
 
 _WEIGHTS = "model.safetensors"
+_TOLD_OTHERWISE = ("regenerate", "chat_template")  # a section; a hash, where settings name a file
 _METADATA = "__metadata__"  # of safetensors' header
 
 
@@ -43,7 +44,7 @@ def read_runs(paths: Sequence[str]) -> tuple[list[RunRecords], list[Unreadable]]
 def read_records(root: Path) -> RunRecords:
     """Raises ``ValueError`` when there is no run, or naming a damaged file of it."""
     facts = read_run(root, max_samples=0)
-    settings = deciding_settings(root)
+    settings = _with_shared_set(deciding_settings(root))
     validate = mapping(settings.get("validate"))
     head = Path(text(validate.get("head"))) if text(validate.get("head")) else root / "head"
     prompts = _read_prompts(root) if facts.parity.acceptance else {}
@@ -63,15 +64,33 @@ def read_records(root: Path) -> RunRecords:
     )
 
 
+def _with_shared_set(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A token set at ``data.path`` was made by another run's settings: they are in its fingerprint
+    and take the place of those that this run would have made one with.
+    """
+    data = mapping(settings.get("data"))
+    file = Path(text(data.get("path"))) / "fingerprint.json"
+    if not text(data.get("path")) or not file.is_file():
+        return settings
+    made = mapping(read_json(file).get("inputs"))
+    told = {key: value for key, value in made.items() if key in data and key not in _TOLD_OTHERWISE}
+    if "sources" in told:
+        told["sources"] = list(mapping(told["sources"]))
+    regenerate = {**mapping(data.get("regenerate")), **mapping(made.get("regenerate"))}
+    return {**settings, "data": {**data, **told, "regenerate": regenerate}}
+
+
 def _read_cost(facts: RunFacts, head: Path) -> Cost:
     steps = facts.logbook.steps
     counted = [step.num_tokens for step in steps if step.num_tokens is not None]
     split = next((split for split in facts.stores.splits if split.name == "train"), None)
     store = next((store for store in facts.stores.features if store.split == "train"), None)
     weights = head / _WEIGHTS
+    trained = sum(counted) if counted and len(counted) == len(steps) else None
     return Cost(
         data_tokens=split.num_tokens if split else None,
-        trained_tokens=sum(counted) if counted and len(counted) == len(steps) else None,
+        trained_tokens=trained,
+        distinct_tokens=_distinct(facts, trained, split.num_tokens if split else None),
         steps=steps[-1].step if steps else None,
         seconds={stage.name: stage.seconds for stage in facts.logbook.stages},
         head_params=_count_values(weights) if weights.is_file() else None,
@@ -80,6 +99,12 @@ def _read_cost(facts: RunFacts, head: Path) -> Cost:
         feature_bytes=store.num_bytes if store else None,
         codec=store.codec if store else "",
     )
+
+
+def _distinct(facts: RunFacts, trained: int | None, data_tokens: int | None) -> int | None:
+    """As training planned them; of runs that did not say so yet, what one pass at most saw."""
+    planned = facts.logbook.distinct_tokens or data_tokens
+    return None if trained is None or planned is None else min(trained, planned)
 
 
 def _count_values(file: Path) -> int:

@@ -50,6 +50,26 @@ def acceptance_table(comparison: Comparison) -> Table:
     return Table(columns, rows, frozenset({0, 5, 9}))
 
 
+def answers_table(comparison: Comparison) -> Table:
+    """Heads trained on the target's own answers against heads trained on recorded ones."""
+    columns = (
+        *("recorded answers", "regenerated answers", "tokens of each"),
+        *("regenerated − recorded", "first position", "by"),
+    )
+    rows = tuple(
+        (
+            pair.recorded,
+            pair.regenerated,
+            f"{pair.num_tokens[0]:,} / {pair.num_tokens[1]:,}",
+            _signed(pair.difference.tau),
+            _signed(pair.difference.first),
+            pair.difference.kind,
+        )
+        for pair in comparison.answers
+    )
+    return Table(columns, rows, frozenset({0, 1, 5}))
+
+
 def cost_table(comparison: Comparison) -> Table:
     """Times are of the stages that this run started itself."""
     stages = _stages(comparison)
@@ -116,10 +136,14 @@ def missing_lines(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """``{"condition", "runs", "settings", "unreadable"}``; what is not known is null."""
+    """``{"condition", "runs", "curve", "answers", "settings", "unreadable"}``; what is not known is
+    null.
+    """
     return {
         "condition": to_jsonable(comparison.condition),
         "runs": [_run_values(one) for one in comparison.runs],
+        "curve": to_jsonable(comparison.curve),
+        "answers": to_jsonable(comparison.answers),
         "settings": {item.key: to_jsonable(item.values) for item in comparison.settings},
         "unreadable": to_jsonable(comparison.unreadable),
     }
@@ -173,6 +197,10 @@ def _with_interval(figure: Figure | None) -> str:
 def _gap(figure: Figure | None, one: RunRow) -> str:
     if figure is None:
         return BASELINE if one.is_baseline else formats.ABSENT
+    return _signed(figure)
+
+
+def _signed(figure: Figure) -> str:
     known = ""
     if figure.low is not None and figure.high is not None:
         known = f" [{formats.signed(figure.low, 3)}, {formats.signed(figure.high, 3)}]"

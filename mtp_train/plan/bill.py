@@ -157,8 +157,9 @@ class _Planner:
         self.n = hardware.num_devices
         # A step is closed by the row that fills it, half a row too late on average.
         self.step_tokens = config.trainer.tokens_per_step + self.rows.num_tokens / 2
+        self.trained_tokens = min(num_tokens, config.trainer.max_tokens or num_tokens)
         self.steps = config.trainer.max_steps or config.trainer.epochs * math.ceil(
-            num_tokens / self.step_tokens
+            self.trained_tokens / self.step_tokens
         )
         self.tensor_parallel = self._tensor_parallel()
 
@@ -422,7 +423,7 @@ class _Planner:
             f"counted from the trainer's own head and loss, at {_rate(speeds.forward.per_s)} x n"
         )
         if self.config.loss.sub_vocab_size or self.spec.draft_vocab is not None:
-            seconds += self._normaliser_seconds(min(seen, self.num_tokens))
+            seconds += self._normaliser_seconds(min(seen, self.trained_tokens))
             formula += "; the first epoch adds the target's logits once, 2 x V x D per answer token"
         stored = self._feature_bytes(self.config.features.codec)
         reading = seen / self.num_tokens * stored / disk

@@ -221,6 +221,7 @@ class Logbook:
     steps: tuple[StepPoint, ...] = field(default=(), repr=False)
     validations: tuple[ValidationPoint, ...] = ()
     num_skipped: int = 0
+    distinct_tokens: int | None = None  # that training sees, each counted once
     stages: tuple[Stage, ...] = ()
     happenings: tuple[Happening, ...] = ()
 
@@ -236,6 +237,18 @@ class TokenSplit:
     num_cut_off: int
     median_len: int | None
     max_len: int | None
+
+
+@dataclass(frozen=True)
+class CoveragePart:
+    """One domain (``kind`` "domains") or script ("prompt_scripts") of the training split: its
+    shares of rows and of answer tokens.
+    """
+
+    kind: str
+    label: str
+    row_share: float
+    token_share: float
 
 
 @dataclass(frozen=True)
@@ -278,6 +291,7 @@ class Stores:
     splits: tuple[TokenSplit, ...] = ()
     rejects: tuple[tuple[str, int], ...] = ()
     beyond_limits: tuple[tuple[str, int], ...] = ()  # rows that were not needed, by reason
+    coverage: tuple[CoveragePart, ...] = ()
     features: tuple[FeatureStore, ...] = ()
     exports: tuple[Export, ...] = ()
     packages: tuple[Package, ...] = ()

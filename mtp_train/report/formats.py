@@ -17,6 +17,14 @@ def count(value: int | None) -> str:
     return ABSENT if value is None else f"{value:,}"
 
 
+def short(value: float) -> str:
+    """``250k``, ``3M``, ``0.25``: for ticks."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:.3g}"
+
+
 def decimal(value: float | None, digits: int = 3) -> str:
     if value is None or not math.isfinite(value):
         return ABSENT

@@ -33,9 +33,17 @@ def read_logbook(file: Path) -> Logbook:
         steps=steps,
         validations=validations,
         num_skipped=len({event.get("step") for event in skipped}),
+        distinct_tokens=next(
+            (whole(event.get("distinct_tokens")) for event in reversed(events) if _starts(event)),
+            None,
+        ),
         stages=_stages(events),
         happenings=_shorten(list(_happenings(events))),
     )
+
+
+def _starts(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "start" and event["stage"] in ("train", "demo")
 
 
 def _is_whole(event: Mapping[str, Any]) -> bool:

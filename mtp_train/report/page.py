@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtp_train.config import ReportConfig
+from mtp_train.learning_curve.facts import LearningCurve
+from mtp_train.learning_curve.group import group_curve
+from mtp_train.learning_curve.panel import curve_panel
 from mtp_train.report import formats
 from mtp_train.report.acceptance_panels import acceptance_panels
+from mtp_train.report.coverage_panels import coverage_panels
 from mtp_train.report.facts import Acceptance, Prediction, RunFacts, Sample, Texts, TrainingRow
 from mtp_train.report.reader import read_run
 from mtp_train.report.run_panels import run_panels, training_panels
@@ -21,6 +25,8 @@ from mtp_train.report.verdict import best_speed, judge, main_acceptance, measure
 from mtp_train.report.view import NOT_MEASURED, Section, Tile
 from mtp_train.run_dir import write_text_atomic
 
+_NO_CURVE = LearningCurve(refusal=NOT_MEASURED)
+
 
 def write_page(root: Path, file: Path, config: ReportConfig) -> None:
     """Render the run at ``root`` into ``file``.
@@ -28,11 +34,17 @@ def write_page(root: Path, file: Path, config: ReportConfig) -> None:
     Raises ``ValueError`` when there is no run, or naming a damaged file of it.
     """
     facts = read_run(root, max_samples=config.max_samples if config.samples else 0)
-    write_text_atomic(file, render(facts, shows_texts=config.samples))
+    write_text_atomic(file, render(facts, shows_texts=config.samples, curve=group_curve(root)))
 
 
-def render(facts: RunFacts, *, shows_texts: bool, now: datetime.datetime | None = None) -> str:
-    """The HTML. ``now`` is what the footer says."""
+def render(
+    facts: RunFacts,
+    *,
+    shows_texts: bool,
+    curve: LearningCurve = _NO_CURVE,
+    now: datetime.datetime | None = None,
+) -> str:
+    """The HTML. ``curve``: of the run and those it belongs to. ``now`` is what the footer says."""
     return render_template(
         "report.html.j2",
         now=now,
@@ -40,7 +52,7 @@ def render(facts: RunFacts, *, shows_texts: bool, now: datetime.datetime | None 
         verdict=judge(facts),
         tiles=_tiles(facts),
         concurrency=concurrency_panel(facts.parity),
-        sections=_sections(facts),
+        sections=_sections(facts, curve),
         samples=[_SampleView.of(sample) for sample in facts.texts.samples],
         training_row=facts.texts.training_row,
         training_spans=_spans(facts.texts.training_row),
@@ -70,7 +82,7 @@ class _SampleView:
         return cls(sample, f"{len(sample.tokens):,} tokens · " + " · ".join(parts))
 
 
-def _sections(facts: RunFacts) -> tuple[Section, ...]:
+def _sections(facts: RunFacts, curve: LearningCurve) -> tuple[Section, ...]:
     return (
         Section(
             "acceptance",
@@ -89,6 +101,16 @@ def _sections(facts: RunFacts) -> tuple[Section, ...]:
             "Training",
             training_panels(facts.logbook),
             "Loss from the trainer; acceptance from the inference runtime.",
+        ),
+        Section(
+            "data",
+            "Data",
+            (
+                curve_panel(curve),
+                *coverage_panels(facts.stores.coverage, facts.parity.breakdown),
+            ),
+            "What the head was trained on, beside what it was measured on, and what more would "
+            "bring.",
         ),
         Section("run", "The run", run_panels(facts.logbook, facts.stores)),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from data_prep.conversation import BEYOND_LIMITS
 from mtp_train.features.manifest import MANIFEST_NAME, load_manifest
 from mtp_train.report.facts import (
+    CoveragePart,
     Export,
     FeatureStore,
     Package,
@@ -65,6 +66,7 @@ def read_stores(root: Path, *, data: Path, features: Path, settings: Mapping[str
         splits=_splits(mapping(statistics.get("splits"))),
         rejects=_rejects(mapping(statistics.get("rejects")), beyond_limits=False),
         beyond_limits=_rejects(mapping(statistics.get("rejects")), beyond_limits=True),
+        coverage=tuple(_coverage(mapping(mapping(statistics.get("splits")).get("train")))),
         features=tuple(
             _feature_store(name, features / name)
             for name in SPLITS
@@ -104,6 +106,20 @@ def _splits(content: Mapping[str, Any]) -> tuple[TokenSplit, ...]:
             )
         )
     return tuple(found)
+
+
+def _coverage(split: Mapping[str, Any]) -> Iterable[CoveragePart]:
+    """Nothing for a set of an older version. A source's folders are left out."""
+    for kind in ("domains", "prompt_scripts"):
+        parts = {label: mapping(part) for label, part in mapping(split.get(kind)).items()}
+        sums = {
+            key: sum(whole(part.get(key)) or 0 for part in parts.values())
+            for key in ("num_rows", "num_answer_tokens")
+        }
+        for label, part in parts.items():
+            source, colon, domain = label.partition(": ")
+            shares = [(whole(part.get(key)) or 0) / (sums[key] or 1) for key in sums]
+            yield CoveragePart(kind, f"{last_part(source)}{colon}{domain}", shares[0], shares[1])
 
 
 def _rejects(content: Mapping[str, Any], *, beyond_limits: bool) -> tuple[tuple[str, int], ...]:

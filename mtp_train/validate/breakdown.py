@@ -1,4 +1,5 @@
-"""Acceptance by task, by context length, inside and beyond the trained length, by kind of token.
+"""Acceptance by task, by script of the prompt, by context length, inside and beyond the trained
+length, by kind of token.
 
 A draft (a verification step with all K tokens) belongs to exactly one label of each dimension, by
 where its first token stands; so the labels of a dimension add up to the pooled counts exactly.
@@ -26,17 +27,22 @@ def break_down(
     measured: Measured,
     *,
     categories: Sequence[str],
+    scripts: Sequence[str] = (),
     decode: Decode | None = None,
     trained_len: int | None = None,
 ) -> list[BreakdownRow]:
     """Rows of every dimension. ``categories``: one per generation, or none when the prompt set is
-    one task. Without ``decode`` the kinds of token are left out: there is no text to look at.
-    ``trained_len``: tokens of the longest trained sample; without it that dimension is left out.
+    one task; ``scripts``: one each, or none and that dimension is left out. Without ``decode`` the
+    kinds of token are left out: there is no text to look at. ``trained_len``: tokens of the longest
+    trained sample; without it that dimension is left out.
     """
     generations = measured.generations
     tasks = categories or [measured.prompt_set] * len(generations)
     assert len(tasks) == len(generations), "one category per prompt"
     rows = rows_by_label(measured, "task", lambda index, step: tasks[index])
+    if scripts:
+        assert len(scripts) == len(generations), "one script per prompt"
+        rows += rows_by_label(measured, "script", lambda index, step: scripts[index])
     positions = [context_len(g, step) for g in generations for step in g.steps]
     rows += rows_by_label(
         measured,

@@ -288,7 +288,11 @@ def _describe(item: Measured) -> AcceptanceResult:
 def _break_down(item: MeasuredSet, trained_len: int | None) -> list[BreakdownRow]:
     chosen = item.prompt_set
     return break_down(
-        item.measured, categories=chosen.tasks, decode=chosen.decode, trained_len=trained_len
+        item.measured,
+        categories=chosen.tasks,
+        scripts=chosen.scripts,
+        decode=chosen.decode,
+        trained_len=trained_len,
     )
 
 

@@ -44,6 +44,7 @@ class PromptSet:
     prompts: tuple[tuple[int, ...], ...] = field(repr=False)
     categories: tuple[str, ...] = field(default=(), repr=False)
     decode: Decode | None = field(default=None, repr=False)
+    scripts: tuple[str, ...] = field(default=(), repr=False)  # one per prompt, or none
     follow_up: Callable[[Sequence[Generation]], PromptSet] | None = field(default=None, repr=False)
 
     @property
@@ -138,6 +139,7 @@ def _as_set(name: str, prompts: Sequence[EvalPrompt], decode: Decode) -> PromptS
         tuple(prompt.prompt_ids for prompt in prompts),
         tuple(prompt.category for prompt in prompts),
         decode,
+        tuple(prompt.script for prompt in prompts),
     )
 
 

@@ -15,7 +15,7 @@ from mtp_train.run_dir import PARITY_NAME
 from mtp_train.validate.samples import Samples
 from runtime.metrics import Acceptance
 
-Dimension = Literal["task", "context", "trained_length", "token_kind"]
+Dimension = Literal["task", "script", "context", "trained_length", "token_kind"]
 
 
 @dataclass(frozen=True)

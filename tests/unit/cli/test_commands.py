@@ -103,7 +103,8 @@ def test_every_example_of_the_help_is_a_valid_configuration(
 def test_every_recipe_is_a_valid_configuration(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "runs" / "norms-short_chats" / "data").mkdir(parents=True)  # of experiment=norms
+    for run in ("norms-short_chats", "long"):  # whose token sets norms and learning_curve share
+        (tmp_path / "runs" / run / "data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     config = compose("train", [f"experiment={recipe}", "target.path=/models/llama"])
     assert config.run.name == recipe

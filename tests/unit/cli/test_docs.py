@@ -76,7 +76,8 @@ def parse(name: str, arguments: list[str]) -> Config:
 def test_every_command_of_a_document_is_valid(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "runs" / "mine" / "data").mkdir(parents=True)  # what members of a sweep share
+    for run in ("mine", "long"):  # what members of a sweep share
+        (tmp_path / "runs" / run / "data").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     text = document.read_text(encoding="utf-8")
     assert unknown_commands(text) == []

@@ -125,6 +125,31 @@ def test_settings_are_those_of_the_stage_that_used_them(tmp_path: Path) -> None:
     assert table.rows == (("trainer.learning_rate", "0.002", "0.009"),)
 
 
+def test_a_shared_token_set_says_itself_how_it_was_made(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    inputs = {
+        "chat_template": "2aca",
+        "max_turns": 1,
+        "sources": {"sharegpt": "00"},
+        "regenerate": {"enabled": True},
+    }
+    (shared / "fingerprint.json").write_text(json.dumps({"inputs": inputs | {"seed": 7}}))
+    own = {
+        "path": "",
+        "chat_template": "",
+        "max_turns": 1,
+        "sources": ["sharegpt"],
+        "regenerate": {"enabled": False},
+    }
+    for root, data in ((a, own), (b, own | {"path": str(shared), "max_turns": 0, "sources": []})):
+        settings = json.loads((root / "config.yaml").read_text())
+        (root / "config.yaml").write_text(json.dumps(settings | {"data": data}))
+    keys = [row[0] for row in settings_table(compare(runs(a, b))).rows]
+    assert sorted(keys) == ["data.path", "data.regenerate.enabled"]
+
+
 def test_what_a_run_lacks_is_named_and_the_run_stays(tmp_path: Path) -> None:
     a = write(tmp_path / "a")
     bare = tmp_path / "bare"

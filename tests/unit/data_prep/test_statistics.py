@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,14 @@ from rich.console import Console
 
 from data_prep.chat import ChatFormat
 from data_prep.config import DataConfig
+from data_prep.coverage import Origin, Part, largest_parts, record_domain
 from data_prep.pipeline import prepare
+from data_prep.scripts import main_script, script_shares
 from data_prep.statistics import (
     Lengths,
     StatisticsCounter,
     mask_spans,
     preview,
-    script_shares,
     statistics_tables,
 )
 from data_prep.token_set import TokenRow
@@ -32,7 +34,8 @@ def test_figures_equal_a_hand_count(tiny: Any) -> None:
     for index in range(1, 11):
         mask = (False,) * 5 + (True,) * index + (False,) * 2 + (True,) * 3
         source = "a" if index <= 7 else "b"
-        counter.add(TokenRow(f"c{index // 2}", source, (5,) * len(mask), mask, index == 1))
+        row = TokenRow(f"c{index // 2}", source, (5,) * len(mask), mask, index == 1)
+        counter.add(row, Origin(source, "maths" if index % 2 else "", "q" if index < 3 else "問 q"))
     result = counter.result()
     assert result.num_rows == 10
     assert result.num_conversations == 6
@@ -45,11 +48,23 @@ def test_figures_equal_a_hand_count(tiny: Any) -> None:
     # Twenty answers: 1 to 10 and ten times 3.
     assert result.answer_lens == Lengths(p50=3, p90=8, p99=10, max=10)
     assert result.sources == {"a": 7, "b": 3}
+    # Answers have 3 + index tokens.
+    assert result.domains == {
+        "a: maths": Part(4, 4 * 3 + 1 + 3 + 5 + 7),
+        "a": Part(3, 3 * 3 + 2 + 4 + 6),
+        "b": Part(2, 2 * 3 + 8 + 10),
+        "b: maths": Part(1, 3 + 9),
+    }
+    assert result.prompt_scripts == {
+        "Han": Part(8, 8 * 3 + sum(range(3, 11))),
+        "Latin": Part(2, 2 * 3 + 1 + 2),
+    }
 
 
 def test_scripts_count_letters_under_the_mask(tiny: Any) -> None:
     counter = StatisticsCounter(ChatFormat(tiny))
-    counter.add(row(tiny, "абв only in the prompt", "ab 12, 漢字 かな 한국 αβ"))
+    shown = row(tiny, "абв only in the prompt", "ab 12, 漢字 かな 한국 αβ")
+    counter.add(shown, Origin("s"))
     assert counter.result().scripts == {
         script: pytest.approx(0.2) for script in ("Latin", "Han", "Hiragana", "Hangul", "Greek")
     }
@@ -96,3 +111,79 @@ def test_rows_beyond_the_budget_are_no_rejects() -> None:
     assert "too_long" in "".join(line[:at] for line in lines)
     assert "81,234" not in "".join(line[:at] for line in lines)
     assert "token_budget │ 81,234" in "".join(line[at - 12 :] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("Hello 漢", "Latin"),
+        ("漢字 abc", "Latin"),
+        ("漢字か b", "Han"),
+        ("12 + 3 = ?", "no letters"),
+        ("", "no letters"),
+    ],
+)
+def test_the_main_script_is_that_of_most_letters(text: str, script: str) -> None:
+    assert main_script(text) == script
+
+
+@pytest.mark.parametrize(
+    ("record", "domain"),
+    [
+        ({"category": "coding", "task": "x"}, "coding"),
+        ({"domain1": "Law  and\nOrder"}, "Law and Order"),
+        ({"category": 7, "subset": "s"}, "s"),
+        ({"category": " "}, ""),
+        ({"prompt": "domain"}, ""),
+        ({"domain": "x" * 100}, "x" * 60),
+    ],
+)
+def test_a_domain_is_what_the_record_names(record: dict[str, Any], domain: str) -> None:
+    assert record_domain(record) == domain
+
+
+def test_small_parts_are_summed_and_none_is_lost() -> None:
+    parts = {f"d{index}": Part(index, 10 * index) for index in range(1, 6)}
+    assert largest_parts(parts, most=2) == {
+        "d5": Part(5, 50),
+        "d4": Part(4, 40),
+        "others": Part(6, 60),
+    }
+
+
+def test_a_set_counts_its_rows_by_what_their_records_say(tmp_path: Path, tiny: Any) -> None:
+    talk = lambda q, a: [{"from": "human", "value": q}, {"from": "gpt", "value": a}]  # noqa: E731
+    rows = [
+        {"conversations": talk("вопрос первый", "reply one"), "category": "coding"},
+        {"conversations": talk("second question", "reply two"), "category": "coding"},
+        {"conversations": talk("third question", "reply three")},
+    ]
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    config = DataConfig(sources=(str(path),), validation_share=0, min_tokens=1)
+    report = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1)
+    train = report.splits["train"]
+    assert {label: part.num_rows for label, part in train.domains.items()} == {
+        f"{path}: coding": 2,
+        str(path): 1,
+    }
+    assert {label: part.num_rows for label, part in train.prompt_scripts.items()} == {
+        "Latin": 2,
+        "Cyrillic": 1,
+    }
+    answers = sum(part.num_answer_tokens for part in train.domains.values())
+    assert answers == train.num_masked_tokens
+    # What was written comes back, and a set of an older version has no coverage.
+    again = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1)
+    assert again.splits["train"] == train
+    file = tmp_path / "o" / "statistics.json"
+    saved = json.loads(file.read_text())
+    del saved["splits"]["train"]["domains"]
+    file.write_text(json.dumps(saved))
+    old = prepare(config, out_dir=tmp_path / "o", tokenizer=tiny, seed=1)
+    assert old.splits["train"].domains == {}
+    console = Console(width=160, record=True)
+    console.print(statistics_tables(report.splits, report.rejects))
+    text = console.export_text()
+    assert "script of the prompt" in text
+    assert "66.7%" in text

@@ -100,6 +100,13 @@ def test_a_sub_vocabulary_adds_the_target_once_per_answer_token() -> None:
     assert seconds["training"] == pytest.approx(made.steps * made.step_seconds + once)
 
 
+def test_a_part_of_the_tokens_is_trained_on_and_all_are_dumped() -> None:
+    whole, part = plan(), plan("trainer.max_tokens=3000")
+    assert part.steps == math.ceil(3000 / 12000 * whole.steps)
+    assert part.hours("dump") == whole.hours("dump")
+    assert plan("trainer.max_tokens=99999999").steps == whole.steps
+
+
 def test_disk_is_what_precompute_says() -> None:
     made = plan("features=fp8")
     for codec, size in made.features:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from mtp_train.config import LossConfig
 from mtp_train.losses import head_loss, loss_weight
-from mtp_train.packing import count_active, pack, plan_epoch, split_step
+from mtp_train.packing import choose_part, count_active, pack, plan_epoch, split_step
 from tests.unit.trainer.reference import (
     StepwiseHead,
     random_embedding,
@@ -136,3 +138,17 @@ def test_a_step_is_dealt_out_evenly_and_completely():
     loads = [sum(lengths[i] for i in part) for part in parts]
     assert max(loads) - min(loads) <= 10
     assert split_step([0], lengths, num_parts=3) == [[0], [], []]
+
+
+def test_a_smaller_part_lies_in_every_larger_one_of_its_seed():
+    lengths = [10 + 7 * index % 23 for index in range(200)]
+    parts = [choose_part(lengths, max_tokens=limit, seed=5) for limit in (300, 600, 1200, 0)]
+    sums = [sum(lengths[index] for index in part) for part in parts]
+    for part, limit, total in zip(parts, (300, 600, 1200), sums, strict=False):
+        assert limit - max(lengths) < total <= limit
+        assert part == sorted(set(part))
+    assert all(set(small) < set(large) for small, large in itertools.pairwise(parts))
+    assert parts[-1] == list(range(200))
+    assert parts[0] != choose_part(lengths, max_tokens=300, seed=6)
+    assert len(choose_part(lengths, max_tokens=1, seed=5)) == 1  # never nothing
+    assert choose_part(lengths, max_tokens=10**9, seed=5) == parts[-1]

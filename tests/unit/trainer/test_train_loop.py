@@ -26,6 +26,20 @@ def test_max_steps_repeats_epochs_as_needed_and_cuts_them_short(tmp_path):
     assert len(make_trainer(tmp_path, epochs=3)._plan) == 3 * per_epoch
 
 
+def test_a_run_over_a_part_repeats_that_part_and_counts_it_once(tmp_path):
+    whole = make_trainer(tmp_path)
+    limit = sum(whole._lengths) // 2
+    part = make_trainer(tmp_path, epochs=2, max_tokens=limit)
+    epochs = [
+        sorted(i for e, indices in part._plan if e == epoch for i in indices) for epoch in (0, 1)
+    ]
+    assert epochs[0] == epochs[1]
+    assert len(epochs[0]) < len(whole._lengths)
+    assert sum(part._lengths[index] for index in epochs[0]) == part._count_distinct() <= limit
+    assert whole._count_distinct() == sum(whole._lengths)
+    assert make_trainer(tmp_path, max_tokens=0)._plan == whole._plan
+
+
 def test_the_verdict_on_other_weights_is_gone_before_new_ones_appear(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
     verdict = trainer.head_dir / "parity.json"

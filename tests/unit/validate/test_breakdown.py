@@ -51,12 +51,14 @@ def test_the_labels_of_every_dimension_add_up_to_the_pooled_counts(tmp_path: Pat
         engine_config=RUNTIME,
         prompt_set="random",
     )
-    rows = break_down(measured, categories=["x", "y", "x", "y", "z", "x", "z"], decode=decode)
+    categories, scripts = list("xyxyzxz"), ["Latin", "Han"] * 3 + ["Latin"]
+    rows = break_down(measured, categories=categories, scripts=scripts, decode=decode)
     labels = {
         dimension: [row.label for row in rows if row.dimension == dimension]
-        for dimension in ("task", "context", "token_kind")
+        for dimension in ("task", "script", "context", "token_kind")
     }
     assert labels["task"] == ["x", "y", "z"]
+    assert labels["script"] == ["Latin", "Han"]
     assert labels["context"] == ["0–128 tokens", "128–256 tokens", "256–512 tokens"]
     assert len(labels["token_kind"]) > 1, "the answers have one kind only: choose other pieces"
     want = acceptance_sums(measured.generations, 2).sum(0)

@@ -1,0 +1,1 @@
+"""What more training data brings: a curve over runs of different sizes, and its doubling."""
