@@ -29,7 +29,7 @@ from mtp_train.targets import open_target
 from mtp_train.train_loop import Trainer, TrainInputs, ignore
 from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
-from runtime.cpu import best_dtype, set_threads
+from runtime.cpu import best_dtype, limit_kernel_caches, set_threads
 from runtime.files import sha256_file
 from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids
 from runtime.models.config import load_config
@@ -57,6 +57,7 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
     if group.device.type == "cpu":
         share = max(1, count_physical_cores() // group.local_world_size)
         set_threads(config.runtime.num_threads or share)
+        limit_kernel_caches()
     inputs, validator = open_inputs(config, group=group)
     trainer = Trainer(config, inputs, group=group, validator=validator, observe=observe)
     settings = {k: v for k, v in trainer.settings().items() if k != "world_size"}
