@@ -87,7 +87,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     """
     run_directory = RunDirectory.from_config(config)
     cache = cache_directory(config.target)
-    dtype = _dtype(config, group.device)
+    dtype = training_dtype(config, group.device)
     directory = run_on_leader(group, lambda: target_directory(config.target))
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
@@ -298,7 +298,8 @@ def _content(config: Config, token_set: TokenSet) -> dict[str, str]:
     return {split: content[split] for split in splits}
 
 
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
+def training_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What a run of ``config`` trains in on such a device."""
     if config.trainer.dtype == "auto":
         return best_dtype() if device.type == "cpu" else torch.bfloat16
     return torch.bfloat16 if config.trainer.dtype == "bfloat16" else torch.float32
