@@ -138,6 +138,8 @@ class DeepSpeedConfig:
     """What of DeepSpeed the user may choose; everything else is derived."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
+    # in the host's memory: the optimiser's state and step; all = weights at rest too (stage 3)
+    offload: Literal["none", "optimizer", "all"] = "none"
 
 
 @dataclass(frozen=True)

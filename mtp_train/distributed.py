@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeVar
 
 import torch
@@ -28,10 +28,20 @@ __all__ = [
     "TorchProcessGroup",
     "init_process_group",
     "run_on_leader",
+    "without_launcher",
 ]
 
 T = TypeVar("T")
 Backend = Literal["auto", "gloo", "nccl"]
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -90,3 +100,8 @@ def run_on_leader(group: ProcessGroup, function: Callable[[], T]) -> T:
     if failed is not None:
         raise failed
     return result
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that a rank starts and that is no rank itself."""
+    return {name: value for name, value in environment.items() if name not in _LAUNCHER_VARIABLES}

@@ -48,6 +48,7 @@ def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:
         "trainer": trainer,
         "loss": _without_later_defaults(config.loss),
         "zero_stage": config.deepspeed.zero_stage,
+        **({"offload": offload} if (offload := config.deepspeed.offload) != "none" else {}),
         **(_measured(config, device) if config.trainer.validate_every else {}),
     }
 

@@ -264,6 +264,25 @@ def _check_trainer(config: Config) -> None:
             "trainer.dtype=bfloat16 with deepspeed.zero_stage=0: bf16 training needs the fp32 "
             "gradients of stage 1 or above; set deepspeed.zero_stage=1 or trainer.dtype=float32"
         )
+    _check_offload(config)
+
+
+def _check_offload(config: Config) -> None:
+    deepspeed = config.deepspeed
+    needed = {"none": 0, "optimizer": 1, "all": 3}[deepspeed.offload]
+    if deepspeed.zero_stage < needed:
+        raise ConfigError(
+            f"deepspeed.offload={deepspeed.offload} with deepspeed.zero_stage="
+            f"{deepspeed.zero_stage}: DeepSpeed offloads what a stage shares out over the ranks, "
+            f"the optimiser's state from stage 1 on, weights at stage 3; set deepspeed.zero_stage="
+            f"{needed} or deepspeed.offload=none"
+        )
+    if deepspeed.offload != "none" and config.trainer.optimizer == "muon":
+        raise ConfigError(
+            f"trainer.optimizer=muon with deepspeed.offload={deepspeed.offload}: Muon puts each "
+            "matrix together over the ranks, on the device; set trainer.optimizer=adamw or "
+            "deepspeed.offload=none"
+        )
 
 
 def _check_validation(config: Config) -> None:

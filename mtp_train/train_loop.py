@@ -161,7 +161,7 @@ class Trainer:
         self._engine = HeadEngine(
             head,
             config=self._config.trainer,
-            zero_stage=self._config.deepspeed.zero_stage,
+            sharding=self._config.deepspeed,
             dtype=self._dtype,
             group=self._group,
         )

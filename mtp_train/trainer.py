@@ -29,7 +29,7 @@ from mtp_train.targets import open_target
 from mtp_train.train_loop import Trainer, TrainInputs, ignore
 from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
-from runtime.cpu import best_dtype, set_threads
+from runtime.cpu import best_dtype, limit_kernel_caches, set_threads
 from runtime.files import sha256_file
 from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids
 from runtime.models.config import load_config
@@ -57,6 +57,7 @@ def run(config: Config, *, group: ProcessGroup, observe: Observer = ignore) -> T
     if group.device.type == "cpu":
         share = max(1, count_physical_cores() // group.local_world_size)
         set_threads(config.runtime.num_threads or share)
+        limit_kernel_caches()
     inputs, validator = open_inputs(config, group=group)
     trainer = Trainer(config, inputs, group=group, validator=validator, observe=observe)
     settings = {k: v for k, v in trainer.settings().items() if k != "world_size"}
@@ -86,7 +87,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
     """
     run_directory = RunDirectory.from_config(config)
     cache = cache_directory(config.target)
-    dtype = _dtype(config, group.device)
+    dtype = training_dtype(config, group.device)
     directory = run_on_leader(group, lambda: target_directory(config.target))
     target_config = load_config(directory)
     fingerprint = fingerprint_target(directory, cache_dir=cache)
@@ -297,7 +298,8 @@ def _content(config: Config, token_set: TokenSet) -> dict[str, str]:
     return {split: content[split] for split in splits}
 
 
-def _dtype(config: Config, device: torch.device) -> torch.dtype:
+def training_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What a run of ``config`` trains in on such a device."""
     if config.trainer.dtype == "auto":
         return best_dtype() if device.type == "cpu" else torch.bfloat16
     return torch.bfloat16 if config.trainer.dtype == "bfloat16" else torch.float32

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtp_train.config import TrainerConfig
+from mtp_train.config import DeepSpeedConfig, TrainerConfig
 from mtp_train.distributed import ProcessGroup
 from mtp_train.heads.base import TrainingHead
 from mtp_train.muon import make_muon
@@ -30,9 +30,13 @@ LARGEST_GRADIENT = 1e18
 
 
 def deepspeed_config(
-    *, config: TrainerConfig, zero_stage: int, dtype: torch.dtype
+    *, config: TrainerConfig, sharding: DeepSpeedConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """DeepSpeed's dictionary. Raises ``ValueError`` for bf16 without ZeRO."""
+    """DeepSpeed's dictionary. Raises ``ValueError`` for bf16 without ZeRO.
+
+    ``device`` is that of training: only copies to and from a GPU gain by pinned memory.
+    """
+    zero_stage = sharding.zero_stage
     if dtype == torch.bfloat16 and zero_stage < 1:
         raise ValueError(
             f"deepspeed.zero_stage={zero_stage} with bfloat16: DeepSpeed keeps fp32 master weights "
@@ -42,13 +46,26 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": 1,  # one packed batch
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.clip_norm,
-        "zero_optimization": {"stage": zero_stage},
+        "zero_optimization": {"stage": zero_stage, **_offload(sharding, device)},
         "zero_allow_untested_optimizer": True,  # ours are made for its flat pieces
+        # DeepSpeed's own Adam for offloaded states is compiled at its first use and has no gate;
+        # torch's fused one runs on the host as well.
+        "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": 2**31,
     }
+
+
+def _offload(sharding: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
+    place = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    names = {
+        "none": (),
+        "optimizer": ("offload_optimizer",),
+        "all": ("offload_optimizer", "offload_param"),
+    }
+    return dict.fromkeys(names[sharding.offload], place)
 
 
 def ensure_process_group(group: ProcessGroup) -> None:
@@ -100,14 +117,14 @@ class HeadEngine:
         head: TrainingHead,
         *,
         config: TrainerConfig,
-        zero_stage: int,
+        sharding: DeepSpeedConfig,
         dtype: torch.dtype,
         group: ProcessGroup,
     ) -> None:
         import deepspeed
 
         self._group = group
-        self._zero_stage = zero_stage
+        self._zero_stage = sharding.zero_stage
         self._spec = head.spec
         self._parameters = dict(head.named_parameters())
         self._fixed = {name: b.detach().cpu().clone() for name, b in head.named_buffers()}
@@ -115,7 +132,9 @@ class HeadEngine:
         for parameter in self._parameters.values():
             parameter.register_hook(self._watch)
         self.gate = _make_optimizer(head, config=config, group=group)
-        settings = deepspeed_config(config=config, zero_stage=zero_stage, dtype=dtype)
+        settings = deepspeed_config(
+            config=config, sharding=sharding, dtype=dtype, device=group.device
+        )
         with _quiet():
             self.engine: Any = deepspeed.initialize(
                 model=head, optimizer=self.gate, config=settings

@@ -10,6 +10,7 @@ Shape legend: M rows, O output features, I input features.
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 from torch.nn import functional as F
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 # oneDNN picks the block layout from the row count it is told to expect. One layout serves every
 # row count, so that one row and K+1 rows go through the same kernel family.
 _PACK_ROWS = 16
+
+# Shapes whose bf16 kernels oneDNN and torch's wrapper around it keep, 1,024 each by default. A
+# shape takes 0.7 MB, and training has new ones in every step.
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_KEPT_KERNELS = 64
 
 
 def has_fast_bf16() -> bool:
@@ -56,6 +62,15 @@ def set_threads(num_threads: int) -> int:
         torch.set_num_threads(wanted)
     logger.info("CPU: %d threads, bfloat16 %s", wanted, "native" if has_fast_bf16() else "emulated")
     return wanted
+
+
+def limit_kernel_caches() -> None:
+    """Keep the kernels of few shapes, for a process whose shapes change all the time.
+
+    Call before the first product: the capacities are read once. What the user has set stays.
+    """
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, str(_KEPT_KERNELS))
 
 
 class OneDnnLinear(Linear):

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_train.config import Codec, Config, HeadConfig, LossConfig
+from mtp_train.config import Codec, Config
 from mtp_train.features.codecs import STORED_DTYPES
 from mtp_train.features.estimate import estimate_size
 from mtp_train.plan.facts import TargetFacts, count_weights, plan_head_spec
 from mtp_train.plan.hardware import Hardware
+from mtp_train.plan.memory_parts import Part, copied_rows, cost_parts, host_parts
 from mtp_train.plan.step_cost import Rows, StepCost, StepCosts
 from mtp_train.plan.zero_states import STAGES, HeadStates, head_states
 
@@ -25,15 +26,6 @@ LARGEST_HOT = 8192  # ids of the loss that a calibration tries where the setting
 _SET_PROMPTS = {"mtbench": 80, "humaneval": 164, "gsm8k": 1319}
 _LADDER_TOKENS = 128  # per prompt of the final measurement
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Part:
-    """Bytes on one device."""
-
-    name: str
-    num_bytes: float
-    formula: str
 
 
 @dataclass(frozen=True)
@@ -116,22 +108,6 @@ def make_plan(config: Config, facts: TargetFacts, hardware: Hardware, *, num_tok
     return _Planner(config, facts, hardware, num_tokens).plan()
 
 
-def lasting_bytes(
-    config: Config, facts: TargetFacts, loss: LossConfig, *, dtype: torch.dtype
-) -> float:
-    """What one CPU process keeps between steps that trains with ``loss`` and does not validate."""
-    states = head_states(
-        count_weights(plan_head_spec(facts, config.head)),
-        zero_stage=config.deepspeed.zero_stage,
-        ranks=1,
-        width=dtype.itemsize,
-        is_cpu=True,
-    )
-    embedding = float(facts.num_embedding_weights * dtype.itemsize)
-    hot = sum(part.num_bytes for part in _copied_rows(loss, config.head, facts, dtype.itemsize))
-    return embedding + hot + states.total
-
-
 class _Planner:
     def __init__(
         self, config: Config, facts: TargetFacts, hardware: Hardware, num_tokens: int
@@ -147,13 +123,15 @@ class _Planner:
                 )
         self.config, self.facts, self.hardware = config, facts, hardware
         self.num_tokens = num_tokens
-        self.dtype = _DTYPES[hardware.dtype]
-        self.width = self.dtype.itemsize
+        self.width = _DTYPES[hardware.dtype].itemsize
+        asked = config.trainer.dtype
+        self.train_dtype = _DTYPES[hardware.train_dtype if asked == "auto" else asked]
+        self.train_width = self.train_dtype.itemsize
         settings = config.plan
         self.rows = Rows(settings.row_tokens, settings.answer_tokens)
         self.spec = spec = plan_head_spec(facts, config.head)
         self.head_weights = count_weights(spec)
-        self.costs = StepCosts(spec, config.loss, self.rows, dtype=self.dtype)
+        self.costs = StepCosts(spec, config.loss, self.rows, dtype=self.train_dtype)
         self.n = hardware.num_devices
         # A step is closed by the row that fills it, half a row too late on average.
         self.step_tokens = config.trainer.tokens_per_step + self.rows.num_tokens / 2
@@ -241,7 +219,7 @@ class _Planner:
         parts = (
             *self._beside_training(),
             *self._head_parts(states),
-            *_cost_parts(cost, tokens),
+            *cost_parts(cost, tokens),
             *self._heap(cost),
         )
         return MemoryUse("training", parts, self.hardware.memory_bytes)
@@ -267,9 +245,13 @@ class _Planner:
             )
             parts.append(self._pool(share=1))
         else:
-            size = float(facts.num_embedding_weights * self.width)
-            parts.append(Part("embedding, lm_head", size, f"of the target, {self.width} B"))
-        return (*parts, *_copied_rows(loss, self.config.head, facts, self.width))
+            size = float(facts.num_embedding_weights * self.train_width)
+            parts.append(Part("embedding, lm_head", size, f"of the target, {self.train_width} B"))
+        parts += copied_rows(loss, self.config.head, facts, self.train_width)
+        if self.hardware.is_cpu:
+            seen = self.steps * self.step_tokens
+            parts += host_parts(self.config, facts, seen=seen, num_tokens=self.num_tokens)
+        return tuple(parts)
 
     @property
     def _validates_inline(self) -> bool:
@@ -283,6 +265,7 @@ class _Planner:
             ("moments", states.moments),
             ("gradients", states.gradients),
             ("gradient bucket", states.bucket),
+            ("offloaded", states.offloaded if self.hardware.is_cpu else 0.0),
         )
         return tuple(
             Part(name, size, f"{size / self.head_weights:.2f} B x {stage}")
@@ -295,17 +278,19 @@ class _Planner:
             self.head_weights,
             zero_stage=zero_stage,
             ranks=self.n,
-            width=self.width,
+            width=self.train_width,
             is_cpu=self.hardware.is_cpu,
+            offload=self.config.deepspeed.offload if zero_stage else "none",
         )
 
     # --- recommendation
 
     def _is_allowed(self, zero_stage: int) -> bool:
-        return zero_stage > 0 or self.width == 4
+        return zero_stage > 0 or self.train_width == 4
 
     def _zero_option(self, zero_stage: int) -> ZeroOption:
-        state = self._states(zero_stage).total
+        states = self._states(zero_stage)
+        state = states.total + (states.offloaded if self.hardware.is_cpu else 0.0)
         fixed = sum(part.num_bytes for part in self._beside_training()) + state
         room = USABLE_SHARE * self.hardware.memory_bytes - fixed
         one_row = self.rows.num_tokens
@@ -476,6 +461,19 @@ class _Planner:
                 f"rates were measured with {self.hardware.measured_on}, not with {facts.name}: "
                 "hours are estimated"
             )
+        train_dtype = str(self.train_dtype).removeprefix("torch.")
+        if train_dtype != self.hardware.train_dtype:
+            notes.append(
+                f"trainer.dtype={train_dtype}: rates are those of training in "
+                f"{self.hardware.train_dtype}, memory is counted in {train_dtype}"
+            )
+        offloaded = self._states(self.config.deepspeed.zero_stage).offloaded
+        if offloaded and not self.hardware.is_cpu:
+            notes.append(
+                f"deepspeed.offload={self.config.deepspeed.offload}: {offloaded / 1e9:,.1f} GB of "
+                "the host's memory for each rank; the time of copies and of the step on the host "
+                "is not counted"
+            )
         if not facts.is_runnable:
             notes.append(
                 f"{facts.architecture}: this build's runtime does not load such a target; the head "
@@ -487,28 +485,6 @@ class _Planner:
                 "servers that hold it (regenerate.url), and mtp validate wants it on one device"
             )
         return notes
-
-
-def _copied_rows(
-    loss: LossConfig, head: HeadConfig, facts: TargetFacts, width: int
-) -> tuple[Part, ...]:
-    """Rows of the target's ``lm_head`` over which there is a loss, where these are not all."""
-    columns = loss.sub_vocab_size + loss.tail_sample_size if loss.sub_vocab_size else 0
-    columns = columns or head.draft_vocab_size
-    if not columns:
-        return ()
-    size = float(columns * facts.hidden_size * width)
-    return (Part("frequent lm_head rows", size, f"{columns:,} x D x {width} B"),)
-
-
-def _cost_parts(cost: StepCost, tokens: int) -> tuple[Part, ...]:
-    more = max(cost.loss_bytes, cost.backward_bytes)
-    which = "loss" if cost.loss_bytes >= cost.backward_bytes else "backward"
-    return (
-        Part("batch", cost.batch_bytes, f"features and targets of {tokens:,} tokens and one row"),
-        Part("activations", cost.kept_bytes, "what autograd keeps, counted on meta tensors"),
-        Part("loss chunk", more, f"peak of loss and backward, here {which}, counted likewise"),
-    )
 
 
 def _rate(per_s: float) -> str:

@@ -13,36 +13,33 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from data_prep.ids import hash_token_ids
-from mtp_train.config import Config, RunConfig, TrainerConfig
+from mtp_train.config import Config
 from mtp_train.distributed import ProcessGroup, init_process_group
 from mtp_train.doctor.measure import measure_disk
 from mtp_train.doctor.probes import probe_disk, probe_memory
-from mtp_train.events import read_events
 from mtp_train.features.manifest import Fingerprint
 from mtp_train.features.sources import RuntimeSource
 from mtp_train.features.target import target_directory, target_dtype
 from mtp_train.features.writer import FeatureWriter, recover_store
-from mtp_train.heads.init import OwnHead, initialise
 from mtp_train.losses import target_log_normaliser
-from mtp_train.packing import Sample
 from mtp_train.phases import PhaseSeconds
-from mtp_train.plan.bill import LARGEST_HOT, lasting_bytes
+from mtp_train.plan.bill import LARGEST_HOT
 from mtp_train.plan.facts import TargetFacts, count_weights, plan_head_spec
 from mtp_train.plan.hardware import DISK_BYTES_PER_S, Hardware, Line, Speeds
+from mtp_train.plan.memory_parts import lasting_bytes
 from mtp_train.plan.step_cost import Rows, StepCost, StepCosts
+from mtp_train.plan.training_run import MeasuredRun, measure_training
 from mtp_train.targets import open_target
-from mtp_train.train_loop import TrainInputs
-from mtp_train.trainer import Trainer  # with all that a training process loads
+from mtp_train.trainer import training_dtype
 from mtp_train.validate.measure import make_requests
 from runtime.cpu import set_threads
 from runtime.engine import Engine
-from runtime.head_spec import HeadSpec, hash_vocab_ids
 from runtime.models.base import Model
 from runtime.models.config import load_config
 from runtime.models.loader import Checkpoint
@@ -50,9 +47,9 @@ from runtime.request import Request
 
 logger = logging.getLogger(__name__)
 
-_SMALL_TOKENS = {"cpu": 768, "cuda": 8192}  # of a training step; the large one has twice as many
-_STEPS = 10
-_WARM_STEPS = 3
+_SMALL_TOKENS = {"cpu": 768, "cuda": 8192}  # of the small run's steps
+_LARGE = 3  # times as many in the large run's
+_STEPS = 16
 _DECODE_TOKENS = 40
 _DUMP_SECONDS = 6.0
 _NORMALISER_ROWS = 512
@@ -60,49 +57,17 @@ _MIN_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class _Sample:
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    hidden: torch.Tensor
-    layers: torch.Tensor | None = None
-
-
-class _Samples:
-    """Rows of one length with random states, held in memory."""
-
-    def __init__(self, rows: Rows, count: int, spec: HeadSpec) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.lengths = torch.full((count,), rows.num_tokens)
-        mask = torch.arange(rows.num_tokens) >= rows.num_tokens - rows.num_answer_tokens
-        self._samples = [
-            _Sample(
-                torch.randint(0, spec.vocab_size, (rows.num_tokens,), generator=generator),
-                mask,
-                torch.randn(rows.num_tokens, spec.hidden_size, generator=generator),
-                torch.randn(rows.num_tokens, spec.input_size, generator=generator)
-                if spec.reads_layers
-                else None,
-            )
-            for _ in range(count)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def get(self, index: int, *, dtype: torch.dtype) -> Sample:
-        sample = self._samples[index]
-        layers = None if sample.layers is None else sample.layers.to(dtype)
-        return replace(sample, hidden=sample.hidden.to(dtype), layers=layers)
-
-
-@dataclass(frozen=True)
 class _TrainRun:
-    """Median phases of a step, what such a step was counted to cost, and the peak in memory."""
+    """A measured run, and what a step of its and its largest step were counted to cost."""
 
-    phases: PhaseSeconds
+    measured: MeasuredRun
+    config: Config
     cost: StepCost
-    num_tokens: int
-    peak_bytes: float  # 0 = not known
+    largest: StepCost
+
+    @property
+    def phases(self) -> PhaseSeconds:
+        return self.measured.phases
 
 
 def calibrate(config: Config, facts: TargetFacts) -> Hardware:
@@ -122,36 +87,36 @@ def calibrate(config: Config, facts: TargetFacts) -> Hardware:
 
 def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardware:
     device = group.device
-    dtype = target_dtype(config.target, device)
+    dtype, train_dtype = target_dtype(config.target, device), training_dtype(config, device)
     directory = target_directory(config.target)
     rows = Rows(config.plan.row_tokens, config.plan.answer_tokens)
     model_config = load_config(directory)
-    checkpoint = Checkpoint(
-        directory, model_config.tensor_shapes(), tied=model_config.tie_word_embeddings
-    )
-    embedding, lm_head = checkpoint.read_vocabulary(dtype=dtype, device=device)
     count = max(1, round(_SMALL_TOKENS[device.type] / rows.num_tokens))
     columns = min(config.loss.sub_vocab_size or LARGEST_HOT, facts.vocab_size // 4)
     if config.head.kind == "eagle3":  # its loss is over its draft vocabulary
         columns = 0
     full, hot = _with_steps(config, 1, columns=0), _with_steps(config, 2, columns=columns)
     small, large = (
-        _train(one, facts, group, rows, embedding, lm_head, num_rows=number)
-        for one, number in ((full, count), (hot, 2 * count))
+        _train(one, facts, rows, num_tokens=number * rows.num_tokens, dtype=train_dtype)
+        for one, number in ((full, count), (hot, _LARGE * count))
     )
-    normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
     base, factor = 0.0, 1.0
-    if device.type == "cpu" and small.peak_bytes:
+    if device.type == "cpu" and small.measured.peak_bytes:
         base, factor = fit_memory(
             *(
                 (
-                    run.peak_bytes - lasting_bytes(one, facts, one.loss, dtype=dtype),
-                    run.cost.peak_bytes,
+                    run.measured.peak_bytes - _lasting(facts, run, dtype=train_dtype),
+                    run.largest.peak_bytes,
                 )
-                for run, one in ((small, full), (large, hot))
+                for run in (small, large)
             )
         )
-    del embedding, lm_head  # the target brings its own
+    checkpoint = Checkpoint(
+        directory, model_config.tensor_shapes(), tied=model_config.tie_word_embeddings
+    )
+    _, lm_head = checkpoint.read_vocabulary(dtype=train_dtype, device=device)
+    normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
+    del lm_head  # the target brings its own
     target = open_target(config.target, device=device, runtime=config.runtime)
     batch, decode_s = _decode(config, target.model, rows, facts)
     dump_rate = _dump(config, target.model, rows, facts)
@@ -170,7 +135,8 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
             sum(count_weights(plan_head_spec(facts, one.head)) for one in (full, hot))
             / (small.phases.optimiser + large.phases.optimiser),
         ),
-        pack=Line(0.0, large.num_tokens / (large.phases.pack + large.phases.data_wait)),
+        # Of the run without target normalisers, which the bill counts apart.
+        pack=Line(0.0, small.measured.num_tokens / (small.phases.pack + small.phases.data_wait)),
         dump=Line(0.0, 2.0 * facts.num_active_weights * dump_rate),
         decode=Line(0.0, facts.num_weights * dtype.itemsize / decode_s),
         disk_bytes_per_s=disk_rate,
@@ -185,6 +151,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
         is_cpu=device.type == "cpu",
         measured_on=facts.name,
         dtype=str(dtype).removeprefix("torch."),
+        train_dtype=str(train_dtype).removeprefix("torch."),
         decode_batch=batch,
     )
 
@@ -193,59 +160,29 @@ def _with_steps(config: Config, count: int, *, columns: int) -> Config:
     """With a loss over so many steps and frequent ids (0: all), and no block without a step."""
     loss = replace(config.loss, num_unroll_steps=count, sub_vocab_size=columns)
     blocks = count if config.head.kind == "medusa" else 0
-    return replace(config, loss=loss, head=replace(config.head, num_blocks=blocks))
+    head = replace(config.head, init="random", num_blocks=blocks)
+    validate = replace(config.validate, k=min(config.validate.k, blocks or config.validate.k))
+    return replace(config, loss=loss, head=head, validate=validate)
 
 
 def _train(
     config: Config,
     facts: TargetFacts,
-    group: ProcessGroup,
     rows: Rows,
-    embedding: torch.Tensor,
-    lm_head: torch.Tensor,
     *,
-    num_rows: int,
+    num_tokens: int,
+    dtype: torch.dtype,
 ) -> _TrainRun:
-    """A few steps of the whole trainer, with ``num_rows`` rows per step, in a passing folder."""
-    spec, loss, own_head = plan_head_spec(facts, config.head), config.loss, None
-    if spec.lm_head == "own":
-        ids = torch.arange(spec.draft_vocab_size) if spec.draft_vocab else None
-        if spec.draft_vocab is not None and ids is not None:
-            draft_vocab = replace(spec.draft_vocab, ids_sha256=hash_vocab_ids(ids))
-            spec = replace(spec, draft_vocab=draft_vocab)
-        own_head = OwnHead(ids, lm_head[: spec.draft_vocab_size])
-    tokens = num_rows * rows.num_tokens
-    samples = _Samples(rows, 2 * num_rows, spec)
-    initial = initialise(
-        spec,
-        method="random",
-        seed=1,
-        initializer_range=0.02,
-        num_target_layers=facts.num_layers,
-        read_target=_no_tensor,
-        own_head=own_head,
-    )
-    kept = torch.arange(loss.sub_vocab_size) if loss.sub_vocab_size else None
-    inputs = TrainInputs(spec, initial, embedding, lm_head, samples, kept, {"plan": "calibration"})
-    trainer = TrainerConfig(
-        max_steps=_STEPS,
-        tokens_per_step=tokens,
-        validate_every=0,
-        checkpoint_every=10 * _STEPS,
-        wandb="disabled",
-        tensorboard=False,
-    )
-    _reset_peak(group.device)
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunConfig(name="calibration", root=folder)
-        Trainer(replace(config, run=run, trainer=trainer), inputs, group=group).train()
-        steps = list(read_events(Path(folder) / run.name / "events.jsonl", event="step"))
-    phases = {
-        name: statistics.median(float(step["seconds"][name]) for step in steps[_WARM_STEPS:])
-        for name in asdict(PhaseSeconds())
-    }
-    cost = StepCosts(spec, loss, rows, dtype=embedding.dtype).of(tokens)
-    return _TrainRun(PhaseSeconds(**phases), cost, tokens, _peak(group.device))
+    """A few steps, and what they were counted to cost."""
+    measured = measure_training(config, facts, rows, num_tokens=num_tokens, num_steps=_STEPS)
+    costs = StepCosts(plan_head_spec(facts, config.head), config.loss, rows, dtype=dtype)
+    largest = costs.of(num_tokens + rows.num_tokens)
+    return _TrainRun(measured, config, costs.of(measured.num_tokens), largest)
+
+
+def _lasting(facts: TargetFacts, run: _TrainRun, *, dtype: torch.dtype) -> float:
+    tokens_read = run.measured.num_tokens * run.measured.num_steps
+    return lasting_bytes(run.config, facts, dtype=dtype, tokens_read=tokens_read)
 
 
 def fit_memory(small: tuple[float, float], large: tuple[float, float]) -> tuple[float, float]:
@@ -350,32 +287,8 @@ def _normaliser_seconds(lm_head_VD: torch.Tensor, *, row_chunk: int) -> float:
     return statistics.median(taken[1:])
 
 
-def _no_tensor(name: str) -> torch.Tensor:
-    raise AssertionError(f"{name}: a random head reads nothing of the target")
-
-
 def _capacity(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     memory = probe_memory()
     return float(min(memory.total, memory.limit or memory.total))
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    switch = Path("/proc/self/clear_refs")
-    if switch.exists():
-        switch.write_text("5")
-
-
-def _peak(device: torch.device) -> float:
-    """Bytes at the peak since the last reset; 0 where the system does not tell."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM"):
-            return 1024.0 * int(line.split()[1])
-    return 0.0

@@ -57,7 +57,8 @@ class Hardware:
     speeds: Speeds
     is_cpu: bool = False
     measured_on: str = ""
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the target
+    train_dtype: str = "bfloat16"
     decode_batch: int = 0  # requests per step of the measured decoding; 0 = as configured
 
     @property

@@ -24,7 +24,12 @@ from typing import Any
 import torch
 
 from mtp_train.config import Config
-from mtp_train.distributed import ProcessGroup, init_process_group, run_on_leader
+from mtp_train.distributed import (
+    ProcessGroup,
+    init_process_group,
+    run_on_leader,
+    without_launcher,
+)
 from mtp_train.errors import StageRefusedError
 from mtp_train.run_dir import RunDirectory, write_json_atomic
 from mtp_train.validate.in_training import ValidationResult, build_validator
@@ -33,15 +38,6 @@ from runtime.head_spec import HeadSpec, load_head, save_head
 _MODULE = "mtp_train.validate.in_subprocess"
 _RESULT_NAME = "validation.json"
 _CONFIG_NAME = "settings.yaml"
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 _ERROR_CHARACTERS = 2000
 
 
@@ -69,10 +65,9 @@ class SubprocessValidator:
         try:
             save_head(place, spec, tensors)
             (place / _CONFIG_NAME).write_text(dump_config(self._config))
-            environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
             done = subprocess.run(
                 [sys.executable, "-m", _MODULE, str(place), str(step)],
-                env=environment,
+                env=without_launcher(os.environ),
                 capture_output=True,
                 text=True,
                 check=False,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from mtp_train import resident
 from mtp_train.config import LossConfig
 from mtp_train.losses import soft_cross_entropy_sum
-from tests.bench import memory
 from tests.bench.harness import BenchResult
 
 ROWS, VOCAB, WIDTH = 6144, 49152, 576
@@ -89,14 +89,14 @@ def _measure(kind: str) -> dict[str, Any]:
         (loss / ROWS).backward()
 
     once(8)  # thread pools and library buffers
-    memory.reset_peak()
-    before = memory.resident()
+    resident.reset_peak()
+    before = resident.resident()
     started = time.perf_counter()
     once(ROWS)
     seconds = time.perf_counter() - started
     assert state.grad is not None
     return {
-        "bytes": memory.peak() - before,
+        "bytes": resident.peak() - before,
         "seconds": seconds,
         "grad": state.grad[::97].float().tolist(),
     }

@@ -19,6 +19,7 @@ import torch
 from data_prep.config import DataConfig
 from data_prep.pipeline import prepare
 from data_prep.token_set import load_token_set
+from mtp_train import resident
 from mtp_train.config import (
     Config,
     LossConfig,
@@ -34,7 +35,6 @@ from mtp_train.train_loop import Trainer, TrainInputs
 from mtp_train.trainer import frequent_answer_ids
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import Target, load_target
-from tests.bench import memory
 from tests.bench.harness import BenchResult, matrix_seconds_per_row
 from tests.bench.plain_loop import PlainTrainer
 
@@ -191,8 +191,8 @@ def _measure_peak(side: str, file: str, num_steps: int, *, hot: bool) -> int:
     rows = torch.load(file, weights_only=True)
     samples = MemorySamples([MemorySample(*row) for row in rows])
     inputs = _inputs(target, samples, num_steps=num_steps, hot=hot)
-    memory.reset_peak()
-    before = memory.resident()
+    resident.reset_peak()
+    before = resident.resident()
     if side == "ours":
         _train(inputs, group, _loss(num_steps, hot), epochs=1)
     else:
@@ -200,7 +200,7 @@ def _measure_peak(side: str, file: str, num_steps: int, *, hot: bool) -> int:
         for batch in _sorted_batches(samples):
             peer.step(batch)
     group.close()
-    return memory.peak() - before
+    return resident.peak() - before
 
 
 def _loss(num_steps: int, hot: bool) -> LossConfig:

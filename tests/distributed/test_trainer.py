@@ -80,6 +80,9 @@ def equality_runs(tmp_path_factory):
             for stage, more in ((0, {}), (2, {"attention": "flash"}), (3, CHECKPOINTED)):
                 shared = {"sequence_parallel": 2} | more
                 jobs.append(Job(str(root), f"rows-stage{stage}", zero_stage=stage, trainer=shared))
+        for stage, offload in ((1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")):
+            name = f"offload-{offload}{stage}-world{world}"
+            jobs.append(Job(str(root), name, zero_stage=stage, offload=offload))
         for job, outcome in zip(
             jobs, run_jobs(jobs, world_size=world, scratch=root / f"w{world}"), strict=True
         ):

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from data_prep.config import DataConfig
 from mtp_train.config import (
@@ -59,6 +61,8 @@ class Job:
     name: str = "run"
     dtype: str = "float32"
     zero_stage: int = 0
+    offload: str = "none"
+    meters_traffic: bool = False
     loss: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     kept: int = 0
@@ -117,12 +121,51 @@ def make_config(job: Job) -> Config:
         data=DataConfig(),
         loss=LossConfig(**(loss | job.loss)),
         trainer=TrainerConfig(**(trainer | job.trainer)),
-        deepspeed=DeepSpeedConfig(zero_stage=job.zero_stage),
+        deepspeed=DeepSpeedConfig(zero_stage=job.zero_stage, offload=job.offload),
     )
 
 
 def hash_bytes(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class TrafficMeter(TorchDispatchMode):
+    """Bytes that collectives of this rank were given, whoever called them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = 0
+
+    def take(self) -> int:
+        """Since the last call."""
+        taken, self._bytes = self._bytes, 0
+        return taken
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self._bytes += sum(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def meter_traffic(trainer: Trainer, traffic: list[list[int]]) -> None:
+    """One list per step: bytes before the first micro-batch, of each micro-batch up to the next,
+    and of the last one with the optimiser's step.
+    """
+    step, accumulate = trainer._step, trainer._accumulate
+    meter = TrafficMeter()
+
+    def metered_step(*args):
+        traffic.append([])
+        with meter:
+            out = step(*args)
+        traffic[-1].append(meter.take())
+        return out
+
+    def metered_accumulate(*args):
+        traffic[-1].append(meter.take())
+        return accumulate(*args)
+
+    trainer._step, trainer._accumulate = metered_step, metered_accumulate
 
 
 def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
@@ -174,6 +217,9 @@ def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
         validator=validate if job.taus else None,
         observe=observe,
     )
+    traffic: list[list[int]] = []
+    if job.meters_traffic:
+        meter_traffic(trainer, traffic)
     report = trainer.train()
     engine = trainer._engine.engine
     return {
@@ -183,6 +229,7 @@ def train(job: Job, group: TorchProcessGroup) -> dict[str, Any]:
         "module_names": [name for name, _ in engine.module.named_parameters()],
         "communication": str(engine.communication_data_type),
         "accumulation": str(engine.get_data_types()[1]),
+        "traffic": traffic,
         "validated": validated,
         "points": points,
         "span_s": times[-1] - times[0] if times else 0.0,

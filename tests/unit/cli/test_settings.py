@@ -156,6 +156,18 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"trainer\.dtype=bfloat16 with deepspeed\.zero_stage=0",
         ),
         (
+            {"deepspeed.offload": "optimizer", "deepspeed.zero_stage": 0},
+            r"^deepspeed\.offload=optimizer with deepspeed\.zero_stage=0: .*zero_stage=1 or",
+        ),
+        (
+            {"trainer.optimizer": "muon", "deepspeed.offload": "optimizer"},
+            r"^trainer\.optimizer=muon with deepspeed\.offload=optimizer: ",
+        ),
+        (
+            {"deepspeed.offload": "all", "deepspeed.zero_stage": 2},
+            r"^deepspeed\.offload=all with deepspeed\.zero_stage=2: .*zero_stage=3 or",
+        ),
+        (
             {
                 "trainer.schedule": "wsd",
                 "trainer.warmup_share": 0.5,

@@ -56,7 +56,13 @@ SPEEDS = Speeds(
     disk_bytes_per_s=1e12,
     base_bytes=12345.0,
 )
-HERE = Hardware("here", 1, 1e9, SPEEDS, is_cpu=True, measured_on="small", dtype="float32")
+HERE = Hardware(
+    *("here", 1, 1e9, SPEEDS),
+    is_cpu=True,
+    measured_on="small",
+    dtype="float32",
+    train_dtype="float32",
+)
 
 
 def configure(*settings: str) -> Config:
@@ -153,8 +159,8 @@ def test_training_memory_has_every_part_and_the_target_only_where_it_validates()
     outside = plan().memory[1]
     names = [part.name for part in outside.parts]
     assert names == [
-        *("process", "embedding, lm_head", "head weights", "master weights", "moments"),
-        *("gradients", "batch", "activations", "loss chunk"),
+        *("process", "embedding, lm_head", "first weights", "features read", "head weights"),
+        *("master weights", "moments", "gradients", "batch", "activations", "loss chunk"),
     ]
     inside = plan("trainer.validate_every=5").memory[1]
     names = [part.name for part in inside.parts]
@@ -169,7 +175,9 @@ def test_where_a_whole_step_does_not_fit_it_is_accumulated() -> None:
     roomy = plan()
     assert roomy.advice.gradient_accumulation == 1
     state = next(o for o in roomy.zero_options if o.zero_stage == 0).state_bytes
-    fixed = state + SMALL.num_embedding_weights * 4 + 12345
+    parts = {part.name: part.num_bytes for part in roomy.memory[1].parts}
+    host = parts["first weights"] + parts["features read"]
+    fixed = state + SMALL.num_embedding_weights * 4 + 12345 + host
     need = plan("trainer.gradient_accumulation=4").memory[1].total  # a quarter of a step, and a row
     small = replace(HERE, memory_bytes=1.02 * need / USABLE_SHARE)
     assert fixed < need
@@ -254,3 +262,24 @@ def test_defaults_of_the_section_are_those_of_its_file() -> None:
     config = compose("plan", [])
     assert config.plan == PlanConfig()
     assert config.deepspeed == DeepSpeedConfig()
+
+
+def test_offloaded_states_are_the_hosts_and_said_so() -> None:
+    hardware = find_hardware("8xh100")
+    on_device, offloaded = (
+        make_plan(
+            configure("deepspeed=zero2", f"deepspeed.offload={offload}"),
+            SMALL,
+            hardware,
+            num_tokens=12000,
+        )
+        for offload in ("none", "optimizer")
+    )
+    assert offloaded.memory[1].total < on_device.memory[1].total
+    names = [part.name for part in offloaded.memory[1].parts]
+    assert "moments" not in names
+    assert "offloaded" not in names
+    assert any(note.startswith("deepspeed.offload=optimizer: ") for note in offloaded.notes)
+    here = plan("deepspeed=zero2", "deepspeed.offload=optimizer")
+    sizes = {part.name: part.num_bytes for part in here.memory[1].parts}
+    assert sizes["offloaded"] == 24 * here.num_head_weights  # on a CPU the host is the device

@@ -36,6 +36,7 @@ def test_a_calibration_has_every_rate_and_makes_a_measured_plan(
 ) -> None:
     monkeypatch.setattr(module, "_DUMP_SECONDS", 0.2)
     monkeypatch.setattr(module, "_SMALL_TOKENS", {"cpu": 60})
+    monkeypatch.setattr(module, "_STEPS", 6)
     target = save_target(tmp_path / "target")
     config = compose(
         "plan",

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from mtp_train.plan.zero_states import BUCKET_ELEMENTS, head_states
+from mtp_train.plan.zero_states import BUCKET_ELEMENTS, Offload, head_states
 
 # Living bytes after the second backward, in a process of its own, head and batch left out.
 WORKER = """
 import gc, json, sys, torch
-from mtp_train.config import TrainerConfig
+from mtp_train.config import DeepSpeedConfig, TrainerConfig
 from mtp_train.distributed import init_process_group
 from mtp_train.heads import build_training_head
 from mtp_train.packing import pack
@@ -21,7 +21,7 @@ from mtp_train.zero import HeadEngine, ensure_process_group
 from tests.unit.trainer.reference import TinySample, tiny_spec
 
 torch.set_num_threads(1)
-stage, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+stage, dtype, offload = int(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3]
 group = init_process_group(device="cpu")
 ensure_process_group(group)
 
@@ -38,7 +38,11 @@ before = live()
 head = build_training_head(tiny_spec(hidden_size=128, intermediate_size=256), dtype=dtype)
 count = sum(p.numel() for p in head.parameters())
 engine = HeadEngine(
-    head, config=TrainerConfig(), zero_stage=stage, dtype=dtype, group=group
+    head,
+    config=TrainerConfig(),
+    sharding=DeepSpeedConfig(zero_stage=stage, offload=offload),
+    dtype=dtype,
+    group=group,
 )
 sample = TinySample(
     torch.arange(8), torch.ones(8, dtype=torch.bool), torch.randn(8, 128)
@@ -54,19 +58,25 @@ print(json.dumps([count, live() - before]))
 """
 
 
+def _measure(stage: int, dtype: str, offload: str) -> tuple[int, int]:
+    """Weights of the head and living bytes of its states."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WORKER, str(stage), dtype, offload],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    count, measured = json.loads(done.stdout.splitlines()[-1])
+    return int(count), int(measured)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [(0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16")],
 )
 def test_states_are_those_that_deepspeed_keeps(stage: int, dtype: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WORKER, str(stage), dtype],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    count, measured = json.loads(done.stdout.splitlines()[-1])
+    count, measured = _measure(stage, dtype, "none")
     width = 4 if dtype == "float32" else 2
     states = head_states(count, zero_stage=stage, ranks=1, width=width, is_cpu=False)
     # Between steps the bucket of stage 2 and stage 3's gathered copy are gone, and gradients in
@@ -74,6 +84,37 @@ def test_states_are_those_that_deepspeed_keeps(stage: int, dtype: str) -> None:
     gone = {0: 0.0, 1: 0.0, 2: states.bucket, 3: 2.0 * count}[stage]
     passing = 2.0 * count if stage > 1 else 0.0
     assert 0.95 * (states.total - gone - passing) <= measured <= 1.05 * (states.total - gone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "all")]
+)
+def test_offloaded_states_are_those_that_deepspeed_keeps(stage: int, offload: Offload) -> None:
+    count, measured = _measure(stage, "bfloat16", offload)
+    states = head_states(count, zero_stage=stage, ranks=1, width=2, is_cpu=False, offload=offload)
+    # Between steps bf16 gradients and stage 3's gathered copy are gone; stages 1 and 2 have no
+    # bucket then, but staging buffers of the largest weight, a quarter of this tiny head.
+    kept = states.offloaded + (states.weights + states.bucket if stage == 3 else 2.0 * count)
+    passing = 2.0 * count if stage == 3 else 0.0
+    staging = 3.0 * count if stage < 3 else 0.0
+    assert 0.95 * (kept - passing) <= measured <= 1.05 * (kept + staging)
+    if stage == 3:  # the bucket would hide the rest
+        assert measured - states.bucket == pytest.approx(kept - passing - states.bucket, rel=0.05)
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    on_device, partly, wholly = (
+        head_states(10**9, zero_stage=3, ranks=8, width=2, is_cpu=False, offload=offload)
+        for offload in ("none", "optimizer", "all")
+    )
+    assert on_device.offloaded == 0
+    assert partly.offloaded == 20e9 / 8
+    assert wholly.offloaded == 22e9 / 8
+    assert on_device.weights == partly.weights == 2e9 + 2e9 / 8
+    assert wholly.weights == 2e9
+    assert on_device.total - partly.total == pytest.approx(16e9 / 8)
+    assert partly.total - wholly.total == pytest.approx(2e9 / 8)
 
 
 def test_only_what_a_stage_shares_out_shrinks_with_the_ranks() -> None:

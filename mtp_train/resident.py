@@ -1,8 +1,15 @@
-"""Resident memory of this process, for benchmarks that run each side in a process of its own."""
+"""Resident memory of this process, as Linux counts it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+
+
+def is_known() -> bool:
+    """Whether this system tells."""
+    return _STATUS.exists()
 
 
 def resident() -> int:
@@ -11,7 +18,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """The most bytes held since :func:`reset_peak`."""
+    """The most bytes held since the start or :func:`reset_peak`."""
     return _read("VmHWM")
 
 
@@ -20,7 +27,7 @@ def reset_peak() -> None:
 
 
 def _read(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in _STATUS.read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
+    raise ValueError(f"{_STATUS} has no {field}")
