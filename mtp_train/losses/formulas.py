@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.config import LossConfig
+from mtp_train.losses.softmax import row_sums
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class SoftCrossEntropy(RowFormula):
 
     def sums(self, columns: Columns) -> torch.Tensor:
         # Sum(p) is 1 up to rounding; it keeps the loss free of logit offsets.
-        mass = columns.p_RC.sum(-1, dtype=torch.float32)
+        mass = row_sums(columns.p_RC)
         torch.mul(columns.p_RC, columns.logits_RC, out=columns.logits_RC)
-        return torch.stack((mass, columns.logits_RC.sum(-1, dtype=torch.float32)))
+        return torch.stack((mass, row_sums(columns.logits_RC)))
 
     def values(self, sums_SR: torch.Tensor, state_lse_R: torch.Tensor) -> torch.Tensor:
         mass, picked = sums_SR
@@ -80,7 +81,7 @@ class ForwardKL(RowFormula):
 
     def sums(self, columns: Columns) -> torch.Tensor:
         log_ratio = _log_ratio(columns)
-        return -log_ratio.mul_(columns.p_RC).sum(-1, dtype=torch.float32)[None]
+        return -row_sums(log_ratio.mul_(columns.p_RC))[None]
 
     def values(self, sums_SR: torch.Tensor, state_lse_R: torch.Tensor) -> torch.Tensor:
         return sums_SR[0]
@@ -100,7 +101,7 @@ class ReverseKL(RowFormula):
 
     def sums(self, columns: Columns) -> torch.Tensor:
         log_ratio = _log_ratio(columns)
-        return log_ratio.mul_(columns.q_RC).sum(-1, dtype=torch.float32)[None]
+        return row_sums(log_ratio.mul_(columns.q_RC))[None]
 
     def values(self, sums_SR: torch.Tensor, state_lse_R: torch.Tensor) -> torch.Tensor:
         return sums_SR[0]
@@ -116,8 +117,8 @@ class Acceptance(RowFormula):
     def sums(self, columns: Columns) -> torch.Tensor:
         scratch = columns.logits_RC
         torch.minimum(columns.p_RC, columns.q_RC, out=scratch)
-        overlap = scratch.sum(-1, dtype=torch.float32)
-        return torch.stack((overlap, _below(columns).sum(-1, dtype=torch.float32)))
+        overlap = row_sums(scratch)
+        return torch.stack((overlap, row_sums(_below(columns))))
 
     def values(self, sums_SR: torch.Tensor, state_lse_R: torch.Tensor) -> torch.Tensor:
         return sums_SR[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.losses.formulas import Columns, RowFormula
-from mtp_train.losses.softmax import log_normaliser, log_sum_exp
+from mtp_train.losses.softmax import log_normaliser, log_sum_exp, row_sums
 
 _LEAST_REST = 2.0**-24  # what fp32 can tell of one minus a probability
 
@@ -100,7 +100,7 @@ def sub_vocab_chunk(
     torch.mm(h, sub.weight_WD.t(), out=logits)
     logits[:, kept:] += sub.tail_log_scale
     torch.softmax(logits, -1, out=q)
-    rest_q = q[:, kept:].sum(-1, dtype=torch.float32)
+    rest_q = row_sums(q[:, kept:])
     ratio = rest_mass / rest_q.clamp(min=torch.finfo(torch.float32).tiny)
     torch.mul(q[:, kept:], ratio[:, None].to(q.dtype), out=p[:, kept:])
     columns = Columns(p, q, logits, log_normaliser(logits, q))
@@ -130,13 +130,13 @@ def sub_vocab_cross_entropy_chunk(
     logits[:, kept:] += sub.tail_log_scale
     torch.softmax(logits, -1, out=q)
     state_lse = log_normaliser(logits, q)
-    rest_q = q[:, kept:].sum(-1, dtype=torch.float32)
+    rest_q = row_sums(q[:, kept:])
     rest_log_q = torch.logsumexp(logits[:, kept:].float(), -1) - state_lse
     mass = kept_mass[:, None].to(p.dtype)
     # d/dz = q - p on kept ids, q (1 - p_rest / q_rest) on the sample
     q[:, :kept].addcmul_(p, mass, value=-1.0)
     scale = 1.0 - rest_mass / rest_q.clamp(min=torch.finfo(torch.float32).tiny)
     q[:, kept:] *= scale[:, None].to(q.dtype)
-    picked = p.mul_(logits[:, :kept]).sum(-1, dtype=torch.float32)
+    picked = row_sums(p.mul_(logits[:, :kept]))
     loss_R = kept_mass * (state_lse - picked) - rest_mass * rest_log_q
     return loss_R, q @ sub.weight_WD
