@@ -41,6 +41,12 @@ class GatedMuon(GatedAdamW):
         super().__init__(groups, **options)
         self._ranks = ranks
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """AdamW's loading looks for a count of steps in every state."""
+        for kept in state.get("state", {}).values():
+            kept.setdefault("step", torch.zeros(()))
+        super().__setstate__(state)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.is_closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,19 @@ def test_the_rows_of_an_own_lm_head_are_not_a_matrix_to_muon() -> None:
     groups = muon(named).param_groups
     assert "matrix_shape" not in groups[0]
     assert groups[0]["rate_share"] < 1
+
+
+def test_goes_on_from_its_state() -> None:
+    named, others = parameters(), parameters(seed=3)
+    optimizer, restored = muon(named), muon(others)
+    for step in range(2):
+        set_gradients(named, step)
+        optimizer.step()
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for name, parameter in others.items():
+        parameter.data.copy_(named[name])
+    for parameters_of in (named, others):
+        set_gradients(parameters_of, 2)
+    optimizer.step()
+    restored.step()
+    assert all(torch.equal(p, others[n]) for n, p in named.items())
