@@ -445,3 +445,22 @@ def test_two_ranks_of_which_one_was_killed_resume_exactly(whole_run):
 
 def hash_head(run):
     return hashlib.sha256((run / "head" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_killed_muon_run_resumes_exactly(tmp_path, stage):
+    shared = {"zero_stage": stage, "dtype": "bfloat16"}
+    shared["trainer"] = {"optimizer": "muon", "max_steps": 6, "checkpoint_every": 2}
+
+    def run(name, **where):
+        job = Job(str(tmp_path), name, **where, **shared)
+        return run_jobs([job], world_size=2, scratch=tmp_path / "scratch")
+
+    (whole,) = run("whole")
+    assert run("killed", kill_point="checkpoint: published", kill_at=2) is None
+    (resumed,) = run("killed")
+    for outcome in (whole, resumed):
+        assert "error" not in outcome, outcome.get("trace")
+    assert steps_of(tmp_path, "killed").keys() == steps_of(tmp_path, "whole").keys()
+    for name, tensor in resumed["tensors"].items():
+        assert torch.equal(tensor, whole["tensors"][name]), name
