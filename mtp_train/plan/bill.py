@@ -281,6 +281,7 @@ class _Planner:
             width=self.train_width,
             is_cpu=self.hardware.is_cpu,
             offload=self.config.deepspeed.offload if zero_stage else "none",
+            optimizer=self.config.trainer.optimizer,
         )
 
     # --- recommendation

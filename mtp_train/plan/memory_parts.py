@@ -42,6 +42,7 @@ def lasting_bytes(
         width=dtype.itemsize,
         is_cpu=True,
         offload=config.deepspeed.offload,
+        optimizer=config.trainer.optimizer,
     )
     embedding = float(facts.num_embedding_weights * dtype.itemsize)
     parts = copied_rows(config.loss, config.head, facts, dtype.itemsize)

@@ -7,10 +7,12 @@ fp32); read off the living tensors of one and two ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 Offload = Literal["none", "optimizer", "all"]
 STAGES = (0, 1, 2, 3)
+MOMENT_BYTES = MappingProxyType({"adamw": 8, "muon": 4})  # per weight; norm weights are few
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
 
 
@@ -41,6 +43,7 @@ def head_states(
     width: int,
     is_cpu: bool,
     offload: Offload = "none",
+    optimizer: str = "adamw",
 ) -> HeadStates:
     """States of ``num_weights`` weights of ``width`` bytes (2: bf16, 4: fp32).
 
@@ -49,10 +52,11 @@ def head_states(
     stage 2 does; staging buffers of the size of the largest weight are not counted.
     """
     whole, share = float(num_weights), num_weights / ranks
+    moment = MOMENT_BYTES[optimizer]
     elements = min(num_weights, BUCKET_ELEMENTS) if is_cpu else BUCKET_ELEMENTS
     if offload != "none" and zero_stage > 0:
         # Master, moments, accumulated gradients and those of the step; weights that were stepped.
-        host = (4 + 8 + 4 + 4) * share
+        host = (4 + moment + 4 + 4) * share
         bucket, at_rest = float(width) * elements, 0.0
         if zero_stage < 3:
             host += width * share
@@ -62,8 +66,8 @@ def head_states(
                 host, at_rest = host + at_rest, 0.0
         return HeadStates(width * whole + at_rest, 0.0, 0.0, width * whole, bucket, host)
     if zero_stage == 0:
-        return HeadStates(4 * whole, 0.0, 8 * whole, 4 * whole)
-    master, moments = 4 * share, 8 * share
+        return HeadStates(4 * whole, 0.0, moment * whole, 4 * whole)
+    master, moments = 4 * share, moment * share
     if zero_stage == 1:
         accumulated = 4 * whole if width == 2 else 4 * share
         return HeadStates(width * whole, master, moments, accumulated + width * whole)

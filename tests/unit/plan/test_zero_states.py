@@ -39,7 +39,7 @@ head = build_training_head(tiny_spec(hidden_size=128, intermediate_size=256), dt
 count = sum(p.numel() for p in head.parameters())
 engine = HeadEngine(
     head,
-    config=TrainerConfig(),
+    config=TrainerConfig(optimizer=sys.argv[4]),
     sharding=DeepSpeedConfig(zero_stage=stage, offload=offload),
     dtype=dtype,
     group=group,
@@ -58,16 +58,23 @@ print(json.dumps([count, live() - before]))
 """
 
 
-def _measure(stage: int, dtype: str, offload: str) -> tuple[int, int]:
+def _measure(stage: int, dtype: str, offload: str, optimizer: str = "adamw") -> tuple[int, int]:
     """Weights of the head and living bytes of its states."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WORKER, str(stage), dtype, offload],
+        [sys.executable, "-W", "ignore", "-c", WORKER, str(stage), dtype, offload, optimizer],
         capture_output=True,
         text=True,
         check=True,
     )
     count, measured = json.loads(done.stdout.splitlines()[-1])
     return int(count), int(measured)
+
+
+@pytest.mark.slow
+def test_muon_keeps_one_moment() -> None:
+    count, measured = _measure(1, "bfloat16", "none", "muon")
+    states = head_states(count, zero_stage=1, ranks=1, width=2, is_cpu=False, optimizer="muon")
+    assert 0.95 * states.total <= measured <= 1.05 * states.total
 
 
 @pytest.mark.slow
