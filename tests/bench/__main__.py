@@ -21,7 +21,7 @@ from mtp_train.distributed import init_process_group
 from mtp_train.run_dir import write_json_atomic
 from runtime.cpu import best_dtype, set_threads
 from runtime.models.loader import load_target
-from tests.bench import decode, dump, host, loss, spec, train, tree, unroll, verify, vllm
+from tests.bench import data_wait, decode, dump, host, loss, spec, train, tree, unroll, verify, vllm
 from tests.bench.harness import BenchResult, NotHereError
 
 RESULTS = Path("runs/bench/results.json")
@@ -42,6 +42,7 @@ def main(names: list[str]) -> int:
         "train_mtp_k1_hot": lambda: train.run(target, group, num_steps=1, hot=True),
         "train_mtp_k3": lambda: train.run(target, group, num_steps=3, hot=False),
         "train_mtp_k3_hot": lambda: train.run(target, group, num_steps=3, hot=True),
+        "data_wait": lambda: data_wait.run(group),
         "loss_memory": loss.run,
         "spec_b1_k1": lambda: spec.run(target, k=1),
         "spec_b1_k2": lambda: spec.run(target, k=2),
