@@ -90,7 +90,7 @@ def test_only_listed_tokens_are_drafted_and_all_are_emitted(
     engine = make_engine(
         target, hot_head(target), num_draft_tokens=2, verify="rejection", draft_mode=draft_mode
     )
-    requests = make_requests(8, temperature=1.5, ignore_eos=True, max_tokens=40)
+    requests = make_requests(16, temperature=1.5, ignore_eos=True, max_tokens=40)
     results = engine.generate(requests)
     drafted = {i for g in results for step in g.steps for i in step.draft_ids}
     assert drafted == set(IDS.tolist()) if draft_mode == "sampled" else drafted <= set(IDS.tolist())
