@@ -191,11 +191,14 @@ class ReportConfig:
     max_samples: int = 8  # generated texts shown
 
 
+ExportFormat = Literal["mimo", "eagle3", "eagle", "eagle_sglang"]
+
+
 @dataclass(frozen=True)
 class ExportConfig:
     """What `mtp export` writes for serving engines."""
 
-    format: Literal["mimo"] = "mimo"
+    format: ExportFormat = "mimo"
     draft_vocab: Literal["refuse", "drop"] = "refuse"
     unvalidated: bool = False  # allow a head without a passing parity.json of exactly its weights
     max_length: int = 0  # tokens of a sequence that the directory allows; 0 = the target's

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mtp_train.export.layouts import Layout
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.run_dir import PARITY_NAME, read_json
+from mtp_train.serving.job import vllm_layout
 from mtp_train.validate.report import fastest_k, lengths_markdown, measured_markdown
 from runtime.files import write_atomic
 
@@ -16,22 +18,40 @@ README_NAME = "README.md"
 DEFAULT_K = 3
 
 
-def serving_commands(*, target: str, head: str, k: str, k_plus_one: str) -> dict[str, str]:
+def serving_commands(
+    layout: Layout, *, target: str, head: str, k: str, k_plus_one: str
+) -> dict[str, str]:
     """Command lines by engine; the arguments may be paths, numbers or shell variables."""
-    speculative = json.dumps({"method": "mtp", "model": head, "num_speculative_tokens": k})
-    speculative = speculative.replace(f'"{k}"', k)
-    override = json.dumps({"num_nextn_predict_layers": 1})
-    return {
-        "vllm": (
-            f"vllm serve {target} --speculative-config '{speculative}' --hf-overrides '{override}'"
-        ),
-        "sglang": (
-            f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm NEXTN --speculative-draft-model-path {head} "
-            f"--speculative-num-steps {k} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {k_plus_one}"
-        ),
+    commands = {
+        "vllm": _vllm_command if "vllm" in layout.engines else None,
+        "sglang": _sglang_command if "sglang" in layout.engines else None,
     }
+    return {
+        engine: command(layout, target=target, head=head, k=k, k_plus_one=k_plus_one)
+        for engine, command in commands.items()
+        if command is not None
+    }
+
+
+def _vllm_command(layout: Layout, *, target: str, head: str, k: str, k_plus_one: str) -> str:
+    del k_plus_one
+    told = vllm_layout(layout.name)
+    speculative = json.dumps({"method": told.method, "model": head, "num_speculative_tokens": k})
+    speculative = speculative.replace(f'"{k}"', k)
+    command = f"vllm serve {target} --speculative-config '{speculative}'"
+    if told.hf_overrides:
+        command += f" --hf-overrides '{json.dumps(dict(told.hf_overrides))}'"
+    return command
+
+
+def _sglang_command(layout: Layout, *, target: str, head: str, k: str, k_plus_one: str) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} "
+        f"--speculative-algorithm {layout.sglang_algorithm} "
+        f"--speculative-draft-model-path {head} "
+        f"--speculative-num-steps {k} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {k_plus_one}"
+    )
 
 
 def refresh_readme(out_dir: Path) -> None:
@@ -49,34 +69,24 @@ def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
     """Markdown: what is in the directory, how to serve it, what was measured and what was not."""
     spec = record.head
     k = fastest_k(parity) or DEFAULT_K
-    commands = serving_commands(target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1))
-    rungs: Mapping[str, Any] = parity.get("rungs", {})
-    return f"""# Draft head in the MiMo layout
+    layout = record.layout
+    commands = serving_commands(
+        layout, target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1)
+    )
+    reserved = ", ".join(f"`{part}`" for part in layout.reserved_in_paths)
+    return f"""# Draft head in the {layout.title} layout
 
 For speculative decoding with one target model, and with no other: the one whose weights have the
 fingerprint `{spec.target_fingerprint}`. Width {spec.hidden_size}, {spec.num_heads} query and \
 {spec.num_kv_heads} key/value heads,
-vocabulary {spec.vocab_size}. Embedding and `lm_head` are copies of the target's; engines use the \
-target's own.
+vocabulary {spec.vocab_size}. {layout.describe(spec)}
 
 ## Serve
 
 Put the target's directory for `TARGET` and this one for `HEAD`. The directory's path must not
-contain `eagle-`, `eagle3`, `dflash` or `dspark`.
+contain {reserved}.
 
-vLLM ({_vllm_status(rungs.get("P6"))}):
-
-```bash
-{commands["vllm"]}
-```
-
-The override belongs to the target: it makes room for one draft layer. It changes nothing else.
-
-SGLang (not run):
-
-```bash
-{commands["sglang"]}
-```
+{_serving(layout, commands, parity)}
 
 ## Measured
 
@@ -88,6 +98,21 @@ SGLang (not run):
 what was written and with the target; `mtp validate run.name=NAME target.path=TARGET \
 validate.head=HEAD` measures it again.
 """
+
+
+def _serving(layout: Layout, commands: Mapping[str, str], parity: Mapping[str, Any]) -> str:
+    parts = []
+    if "vllm" in commands:
+        status = _vllm_status(parity.get("rungs", {}).get("P6"))
+        parts.append(f"vLLM ({status}):\n\n```bash\n{commands['vllm']}\n```")
+        if vllm_layout(layout.name).hf_overrides:
+            parts.append(
+                "The override belongs to the target: it makes room for one draft layer. It changes "
+                "nothing else."
+            )
+    if "sglang" in commands:
+        parts.append(f"SGLang (not run):\n\n```bash\n{commands['sglang']}\n```")
+    return "\n\n".join(parts)
 
 
 def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mtp_train.export import layout
+from mtp_train.export.layouts import Layout
+from mtp_train.export.layouts.base import TARGET_EMBEDDING, TARGET_LM_HEAD, check_config
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
 from mtp_train.run_dir import read_json
 from runtime.files import sha256_file
@@ -52,6 +53,7 @@ def read_export(directory: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
     Raises ``ValueError`` naming the file, key or tensor that differs from what was written.
     """
     record, written = _read_checked(directory)
+    layout = record.layout
     return layout.served_spec(record.head), layout.from_layout(record.head, written)
 
 
@@ -60,8 +62,8 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
 
     ``target_dir`` is a Hugging Face directory. Raises ``ValueError`` naming the tensor or key.
     """
-    layout.refuse_path(directory)
     record, written = _read_checked(directory)
+    record.layout.refuse_path(directory)
     check_target(record.head, target_dir, cache_dir=cache_dir, may_be_shorter=True)
     target = load_config(target_dir)
     if record.num_target_layers != target.num_layers:
@@ -69,7 +71,7 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
             f"{directory / CONFIG_NAME}: num_hidden_layers={record.num_target_layers}, the target "
             f"has {target.num_layers}"
         )
-    for name, tensor in read_target_tensors(target_dir, target).items():
+    for name, tensor in read_copies(record.layout, target_dir, target).items():
         if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
             raise ValueError(
                 f"{directory / WEIGHTS_NAME}: tensor {name} is not a copy of the target's"
@@ -85,8 +87,8 @@ def check_target(
 ) -> None:
     """Raise ``ValueError`` naming the first way in which the head is not one of this target.
 
-    Engines take sizes, norms and RoPE of this layout from the target (vLLM) or from the directory
-    (SGLang): they must be the same. ``may_be_shorter``: but for the length, as
+    Engines take sizes, norms and RoPE of one layout from the target and of another from the
+    directory: they must be the same. ``may_be_shorter``: but for the length, as
     ``export.max_length`` sets it.
     """
     target = load_config(target_dir)
@@ -114,14 +116,18 @@ def check_target(
         )
 
 
-def read_target_tensors(target_dir: Path, target: ModelConfig) -> dict[str, torch.Tensor]:
-    """The target's embedding and ``lm_head`` as stored, under the layout's names."""
+def read_copies(layout: Layout, target_dir: Path, target: ModelConfig) -> dict[str, torch.Tensor]:
+    """What the layout copies of the target, as stored there, under the layout's names; each in
+    memory of its own.
+    """
     checkpoint = Checkpoint(target_dir, target.tensor_shapes(), tied=target.tie_word_embeddings)
-    embedding_VH = checkpoint.read_stored(layout.EMBEDDING_NAME)
-    if target.tie_word_embeddings:
-        return {layout.EMBEDDING_NAME: embedding_VH, layout.LM_HEAD_NAME: embedding_VH}
-    lm_head_VH = checkpoint.read_stored(layout.LM_HEAD_NAME)
-    return {layout.EMBEDDING_NAME: embedding_VH, layout.LM_HEAD_NAME: lm_head_VH}
+    copies = {}
+    for name, source in layout.copies.items():
+        is_tied = source == TARGET_LM_HEAD and target.tie_word_embeddings
+        # safetensors refuses two names for one storage.
+        stored = checkpoint.read_stored(TARGET_EMBEDDING if is_tied else source)
+        copies[name] = stored.clone() if is_tied else stored
+    return copies
 
 
 def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor]]:
@@ -131,12 +137,12 @@ def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor
                 f"export={directory}: {name} is missing; expected a directory written by mtp export"
             )
     record = ExportRecord.read(directory / EXPORT_NAME)
-    layout.refuse_uncarried(record.head, drop_draft_vocab=record.dropped_draft_vocab)
+    record.layout.refuse_uncarried(record.head, drop_draft_vocab=record.dropped_draft_vocab)
     config_file = directory / CONFIG_NAME
-    expected = layout.layout_config(
+    expected = record.layout.config(
         record.head, num_target_layers=record.num_target_layers, dtype=record.dtype
     )
-    layout.check_config(read_json(config_file), expected, source=str(config_file))
+    check_config(read_json(config_file), expected, source=str(config_file))
     written = read_tensors(directory / WEIGHTS_NAME)
     check_tensors(record, written, source=str(directory / WEIGHTS_NAME))
     for name, digest in record.own_sha256.items():
@@ -149,22 +155,24 @@ def check_tensors(
     record: ExportRecord, written: Mapping[str, torch.Tensor], *, source: str
 ) -> None:
     """Raise ``ValueError`` naming the first tensor that is not what ``record`` says."""
-    shapes = layout.tensor_shapes(record.head)
+    shapes = record.layout.tensor_shapes(record.head)
     check_tensor_list(shapes, written, source=source)
     for name in shapes:
         tensor = written[name]
         if not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise ValueError(f"{source}: tensor {name} has {count} values that are not finite")
-        if name in layout.bias_shapes(record.head) and bool(tensor.any()):
-            raise ValueError(f"{source}: tensor {name} is not zero; the head has no biases")
-        if hash_tensor(tensor) != record.tensors.get(name):
-            raise ValueError(f"{source}: tensor {name} {_describe_change(record, name, tensor)}")
+    record.layout.check_values(record.head, written, source=source)
+    for name in shapes:
+        if hash_tensor(written[name]) != record.tensors.get(name):
+            change = _describe_change(record, name, written[name])
+            raise ValueError(f"{source}: tensor {name} {change}")
 
 
 def _describe_change(record: ExportRecord, name: str, tensor: torch.Tensor) -> str:
-    if name == layout.PROJECTION_NAME:
-        swapped = layout.swap_halves(tensor)
-        if hash_tensor(swapped) == record.tensors.get(name):
-            return "has its column halves exchanged: the hidden state comes first in this layout"
-    return f"({str(tensor.dtype).removeprefix('torch.')}) is not what was written (sha256)"
+    def matches(values: torch.Tensor) -> bool:
+        return hash_tensor(values) == record.tensors.get(name)
+
+    known = record.layout.explain_change(name, tensor, matches)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return known or f"({dtype}) is not what was written (sha256)"

@@ -7,10 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from mtp_train.config import ExportFormat
+from mtp_train.export.layouts import LAYOUTS, Layout
 from mtp_train.run_dir import read_json, write_json_atomic
 from runtime.files import sha256_file
 from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
@@ -26,7 +27,7 @@ class ExportRecord:
     ``commands`` hold the words TARGET, HEAD, K and K+1 for the reader to fill in.
     """
 
-    format: Literal["mimo"]
+    format: ExportFormat
     head: HeadSpec
     head_sha256: Mapping[str, str]  # of the native directory's files, by name
     num_target_layers: int
@@ -38,6 +39,10 @@ class ExportRecord:
     tensors: Mapping[str, str]  # name -> sha256 of shape, dtype and values
     commands: Mapping[str, str]
     version: int = RECORD_VERSION
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.format]
 
     @property
     def own_sha256(self) -> dict[str, str]:
@@ -62,8 +67,8 @@ class ExportRecord:
             raise ValueError(
                 f"{file}: version={raw['version']!r}, this build reads version {RECORD_VERSION}"
             )
-        if raw["format"] != "mimo":
-            raise ValueError(f"{file}: format={raw['format']!r}; supported: mimo")
+        if raw["format"] not in LAYOUTS:
+            raise ValueError(f"{file}: format={raw['format']!r}; supported: {', '.join(LAYOUTS)}")
         head = HeadSpec.from_json(json.dumps(raw["head"]), source=f"{file}: head")
         return cls(**raw | {"head": head})
 

@@ -28,7 +28,7 @@ from mtp_train.validate.subject import Subject, open_subject, relative_error
 from mtp_train.validate.unroll import HiddenSequence, runtime_chain
 from runtime.cpu import set_threads
 from runtime.files import sha256_file
-from runtime.head_spec import load_head
+from runtime.head_spec import DRAFT_VOCAB_NAME, load_head
 from runtime.models.heads import build_head
 from runtime.models.loader import fingerprint_target
 from runtime.seeds import derive_seed
@@ -165,9 +165,11 @@ def compare_with_native(
 ) -> tuple[float, float]:
     """Largest relative errors of states and logits, exported against native, in fp32."""
     spec, tensors = load_head(head_dir)
-    tensors.pop("draft_vocab_ids", None)
+    served = replace(spec, draft_vocab=subject.spec.draft_vocab)
+    if served.draft_vocab is None:
+        tensors.pop(DRAFT_VOCAB_NAME, None)
     model = subject.target(torch.float32).model
-    native = build_head(replace(spec, draft_vocab=None), tensors, model)
+    native = build_head(served, tensors, model)
     exported = subject.head(torch.float32)
     hidden, logits = 0.0, 0.0
     sequence: HiddenSequence
@@ -212,6 +214,7 @@ def describe(outcome: ExportOutcome, config: Config) -> str:
     parity = read_json(parity_file) if parity_file.is_file() else {}
     k = fastest_k(parity) or config.validate.k
     commands = serving_commands(
+        report.record.layout,
         target=str(target_directory(config.target)),
         head=str(report.path),
         k=str(k),
@@ -230,7 +233,10 @@ def describe(outcome: ExportOutcome, config: Config) -> str:
         lines.append("not validated: acceptance of this head is unknown")
     if report.record.dropped_draft_vocab:
         lines.append(f"draft vocabulary left out: measure again, validate.head={report.path}")
-    return "\n".join([*lines, "vLLM:", commands["vllm"], "SGLang (not run):", commands["sglang"]])
+    titles = {"vllm": "vLLM:", "sglang": "SGLang (not run):"}
+    for engine, command in commands.items():
+        lines += [titles[engine], command]
+    return "\n".join(lines)
 
 
 def _is_done(record: StageRecord, out_dir: Path, target_dir: Path, cache_dir: Path) -> bool:

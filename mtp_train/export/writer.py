@@ -13,14 +13,10 @@ from typing import Literal
 
 from safetensors.torch import save_file
 
-from mtp_train.export import layout
+from mtp_train.config import ExportFormat
 from mtp_train.export.commands import refresh_readme, serving_commands
-from mtp_train.export.reader import (
-    check_export,
-    check_target,
-    is_export,
-    read_target_tensors,
-)
+from mtp_train.export.layouts import find_layout
+from mtp_train.export.reader import check_export, check_target, is_export, read_copies
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_files, hash_tensor
 from mtp_train.run_dir import PARITY_NAME, read_json, write_json_atomic
 from runtime.files import STAGED_PREFIX, sync_path
@@ -41,7 +37,7 @@ def write_export(
     head_dir: Path,
     out_dir: Path,
     *,
-    format: Literal["mimo"],
+    format: ExportFormat,
     target_dir: Path,
     draft_vocab: Literal["refuse", "drop"] = "refuse",
     unvalidated: bool = False,
@@ -59,8 +55,7 @@ def write_export(
     head that the format cannot carry, that belongs to another target, or that has not been
     validated.
     """
-    if format != "mimo":
-        raise ValueError(f"export.format={format!r}; supported: mimo")
+    layout = find_layout(format)
     if is_export(head_dir):
         raise ValueError(f"head={head_dir}: is an exported directory; export the native head")
     layout.refuse_path(out_dir)
@@ -77,19 +72,14 @@ def write_export(
     if not is_validated and not unvalidated:
         raise ValueError(f"head={head_dir}: {why_unvalidated(head_dir)}")
     target = load_config(target_dir)
-    copies = read_target_tensors(target_dir, target)
-    written = layout.to_layout(
-        spec,
-        tensors,
-        embedding_VH=copies[layout.EMBEDDING_NAME],
-        lm_head_VH=copies[layout.LM_HEAD_NAME],
-    )
-    dtype = target_dtype_name(target_dir, str(copies[layout.EMBEDDING_NAME].dtype))
+    copies = read_copies(layout, target_dir, target)
+    written = layout.to_layout(spec, tensors) | copies
+    dtype = target_dtype_name(target_dir, str(next(iter(copies.values())).dtype))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f"{STAGED_PREFIX}{out_dir.name}-", dir=out_dir.parent))
     try:
         staged.chmod(0o755)
-        config = layout.layout_config(spec, num_target_layers=target.num_layers, dtype=dtype)
+        config = layout.config(spec, num_target_layers=target.num_layers, dtype=dtype)
         write_json_atomic(staged / CONFIG_NAME, config)
         # One entry only: safetensors writes several in random order, and equal heads must hash
         # equal.
@@ -104,11 +94,13 @@ def write_export(
             num_target_layers=target.num_layers,
             dtype=dtype,
             is_validated=is_validated,
-            dropped_draft_vocab=spec.draft_vocab is not None,
+            dropped_draft_vocab=layout.drops_draft_vocab(spec),
             config_sha256=own[CONFIG_NAME],
             weights_sha256=own[WEIGHTS_NAME],
             tensors={name: hash_tensor(tensor) for name, tensor in written.items()},
-            commands=serving_commands(target="TARGET", head="HEAD", k="K", k_plus_one="K+1"),
+            commands=serving_commands(
+                layout, target="TARGET", head="HEAD", k="K", k_plus_one="K+1"
+            ),
         )
         record.write(staged / EXPORT_NAME)
         if is_validated:

@@ -18,7 +18,7 @@ from mtp_train import stages
 from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
 from mtp_train.events import read_events
-from mtp_train.export import layout
+from mtp_train.export.layouts import find_layout
 from mtp_train.export.reader import check_export
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.features.manifest import load_manifest
@@ -84,6 +84,7 @@ class Preflight:
         fingerprint = fingerprint_target(directory, cache_dir=cache_directory(self.config.target))
         spec = make_head_spec(self.config.head, load_config(directory), fingerprint=fingerprint)
         drop = self.config.export.draft_vocab == "drop"
+        layout = find_layout(self.config.export.format)
         layout.refuse_uncarried(spec, drop_draft_vocab=drop)
         layout.refuse_path(self.run.export(self.config.export.format))
         count = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 Attribution = Literal["request", "one_at_a_time"]
@@ -123,19 +124,29 @@ class Served:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine is told about a head of one export format (EXPORT: ``mimo``)."""
+    """How an engine is told about a head of one export format."""
 
     method: str
     hf_overrides: Mapping[str, Any]
 
 
+_VLLM_LAYOUTS: Mapping[str, EngineLayout] = MappingProxyType(
+    {
+        "mimo": EngineLayout("mtp", MappingProxyType({"num_nextn_predict_layers": 1})),
+        "eagle3": EngineLayout("eagle3", MappingProxyType({})),
+        "eagle": EngineLayout("eagle", MappingProxyType({})),
+    }
+)
+
+
 def vllm_layout(format: str) -> EngineLayout:
-    """vLLM's names for it. The override makes room for one draft layer in the target's
-    configuration; it changes nothing else.
+    """vLLM's names for it. The override of ``mimo`` makes room for one draft layer in the target's
+    configuration; it changes nothing else. Raises ``ValueError`` for a format that it cannot read.
     """
-    if format != "mimo":
-        raise ValueError(f"export.format={format!r}; vLLM is asked for: mimo")
-    return EngineLayout("mtp", {"num_nextn_predict_layers": 1})
+    if format not in _VLLM_LAYOUTS:
+        allowed = ", ".join(_VLLM_LAYOUTS)
+        raise ValueError(f"export.format={format!r}; vLLM is asked for: {allowed}")
+    return _VLLM_LAYOUTS[format]
 
 
 def counts_from(raw: Mapping[str, Any]) -> DraftCounts:

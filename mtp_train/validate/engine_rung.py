@@ -66,7 +66,10 @@ def exported_head(config: Config) -> Path:
         directory = run.head
     else:
         directory = run.export(config.export.format)
-        remedy = f"`mtp export run.name={config.run.name} target.path={config.target.path}`"
+        remedy = (
+            f"`mtp export run.name={config.run.name} target.path={config.target.path} "
+            f"export.format={config.export.format}`"
+        )
         if not is_export(directory):
             raise ValueError(
                 f"P6 serves the exported head, and {directory} is none: run {remedy} first "
@@ -89,6 +92,9 @@ def climb(config: Config, *, device: torch.device, serve: Serve | None = None) -
     no export, ``ServingError`` when the engine fails.
     """
     directory = exported_head(config)
+    # Of the directory, which validate.head may name, not of the settings.
+    record = ExportRecord.read(directory / EXPORT_NAME)
+    config = replace(config, export=replace(config.export, format=record.format))
     inputs = engine_inputs(config, directory, device=device)
     run = RunDirectory.from_config(config)
     stored = stored_rung(run, "P6")

@@ -18,13 +18,13 @@ from mtp_train.distributed import SingleProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.export import (
     check_export,
-    layout,
     load_any_head,
     read_export,
     refresh_readme,
     stage,
     write_export,
 )
+from mtp_train.export.layouts import LAYOUTS, base, mimo
 from mtp_train.run_dir import read_json, write_json_atomic
 from mtp_train.stages import run_export, run_validate
 from mtp_train.validate.subject import Subject, hash_head
@@ -81,6 +81,10 @@ def export(path: Path, **arguments: Any) -> Path:
     return path / "out" / "mimo"
 
 
+def shapes_of(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def make_config(path: Path, **settings: Any) -> Config:
     return Config(
         run=RunConfig("x", root=str(path / "runs")),
@@ -112,7 +116,7 @@ def copy(made: Path, tmp_path: Path) -> Path:
 def test_tensors_are_those_of_the_layout_and_the_projection_is_hidden_first(made: Path) -> None:
     spec, native = load_head(made / "head")
     written = load_file(made / "out" / "mimo" / "model.safetensors")
-    assert {name: tuple(t.shape) for name, t in written.items()} == layout.tensor_shapes(spec)
+    assert shapes_of(written) == LAYOUTS["mimo"].tensor_shapes(spec)
     width = spec.hidden_size
     projection = written[LAYER + "input_proj.weight"]
     assert torch.equal(projection[:, :width], native["eh_proj.weight"][:, width:])
@@ -170,7 +174,7 @@ def test_reading_back_gives_the_native_head_hidden_first(made: Path) -> None:
     spec, native = load_head(made / "head")
     read_spec, tensors = read_export(made / "out" / "mimo")
     assert read_spec == dataclasses.replace(spec, concat="hidden_embedding")
-    native["eh_proj.weight"] = layout.swap_halves(native["eh_proj.weight"])
+    native["eh_proj.weight"] = base.swap_halves(native["eh_proj.weight"])
     assert tensors.keys() == native.keys()
     assert all(torch.equal(tensors[name], native[name]) for name in native)
 
@@ -206,7 +210,7 @@ def test_a_qwen2_head_keeps_its_biases(tmp_path: Path) -> None:
     spec, native = load_head(tmp_path / "head")
     assert spec.layer_parts == LayerParts(qkv_bias=True)
     written = load_file(out / "model.safetensors")
-    assert {name: tuple(t.shape) for name, t in written.items()} == layout.tensor_shapes(spec)
+    assert shapes_of(written) == LAYOUTS["mimo"].tensor_shapes(spec)
     for name in ("q_proj", "k_proj", "v_proj"):
         bias = native[f"layers.0.self_attn.{name}.bias"]
         assert bias.any()
@@ -295,7 +299,8 @@ def test_an_export_rewritten_as_a_whole_is_still_held_against_the_target(copy: P
     [
         ("extra", 1, "extra is unknown"),
         ("version", 2, "version=2"),
-        ("format", "eagle", "format='eagle'"),
+        ("format", "onnx", "format='onnx'"),
+        ("format", "eagle3", "head kind=mtp: the eagle3 layout"),
         ("num_target_layers", 3, "num_hidden_layers=2, expected 3"),
     ],
 )
@@ -469,7 +474,7 @@ def test_a_writer_that_forgets_the_order_is_caught_by_reading_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_head(tmp_path)
-    monkeypatch.setattr(layout, "swap_halves", lambda weight: weight)
+    monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight)
     with pytest.raises(StageRefusedError, match="differ from the native head"):
         stage.run(make_config(tmp_path), group=SingleProcessGroup(CPU))
     assert not (tmp_path / "runs" / "x" / "export" / "mimo").exists()

@@ -142,5 +142,5 @@ def test_a_virtual_environments_interpreter_is_not_resolved_to_the_one_it_links_
 
 
 def test_another_export_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"export.format='eagle'"):
-        vllm_layout("eagle")
+    with pytest.raises(ValueError, match=r"export.format='eagle_sglang'"):
+        vllm_layout("eagle_sglang")
