@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from data_prep.evaluation import evaluation_prompts
-from mtp_train.config import TargetConfig
+from mtp_train.config import ExportFormat, TargetConfig
 from mtp_train.export import write_export
 from mtp_train.features.target import cache_directory, load_tokenizer, target_directory
 from mtp_train.serving.job import Served, ServingJob, vllm_layout
@@ -48,6 +48,7 @@ class Bench:
     export_dir: Path
     prompts: tuple[tuple[int, ...], ...] = field(repr=False)
     num_threads: int = 1
+    format: ExportFormat = "mimo"
 
     def subject(self, dtype: torch.dtype) -> Subject:
         return Subject(
@@ -62,7 +63,7 @@ class Bench:
         return serve_in_process(
             job,
             python=vllm_python(),
-            layout=vllm_layout("mimo"),
+            layout=vllm_layout(self.format),
             num_threads=self.num_threads,
             timeout_s=500,
             llm_args=llm_args,

@@ -152,20 +152,19 @@ class Eagle3Layout(Layout):
         for name, dtype in ((OFFSETS_NAME, torch.int64), (MASK_NAME, torch.bool)):
             if written[name].dtype != dtype:
                 raise ValueError(f"{source}: tensor {name} is {written[name].dtype}, not {dtype}")
-        ids_W, size = to_ids(written[OFFSETS_NAME]), spec.vocab_size
-        if int(ids_W.min()) < 0 or int(ids_W.max()) >= size:
+        offsets_W, mask_V = written[OFFSETS_NAME], written[MASK_NAME]
+        if _marks(mask_V, to_ids(offsets_W)):
+            return
+        if _marks(mask_V, offsets_W):
             raise ValueError(
-                f"{source}: tensor {OFFSETS_NAME} names tokens outside of 0..{size - 1}; it holds "
-                "offsets, token = index + d2t[index], not ids"
+                f"{source}: tensor {OFFSETS_NAME} holds ids, not offsets: index i stands for token "
+                f"i + {OFFSETS_NAME}[i]"
             )
-        if not torch.equal(to_mask(ids_W, vocab_size=size), written[MASK_NAME]):
-            raise ValueError(
-                f"{source}: tensor {MASK_NAME} does not mark the tokens that {OFFSETS_NAME} names"
-            )
+        raise ValueError(
+            f"{source}: tensor {MASK_NAME} does not mark the tokens that {OFFSETS_NAME} names"
+        )
 
     def explain_change(self, name: str, tensor: torch.Tensor, matches: Matches) -> str:
-        if name == OFFSETS_NAME and matches(to_offsets(tensor)):
-            return "holds ids, not offsets"
         if name in _JOINED_INPUTS and matches(swap_halves(tensor)):
             return "has its column halves exchanged: the embedding comes first in this layout"
         return ""
@@ -186,3 +185,10 @@ def to_mask(ids_W: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
     mask_V = torch.zeros(vocab_size, dtype=torch.bool)
     mask_V[ids_W] = True
     return mask_V
+
+
+def _marks(mask_V: torch.Tensor, ids_W: torch.Tensor) -> bool:
+    size = len(mask_V)
+    if int(ids_W.min()) < 0 or int(ids_W.max()) >= size:
+        return False
+    return torch.equal(to_mask(ids_W, vocab_size=size), mask_V)

@@ -13,7 +13,8 @@ import torch
 
 from mtp_train import stages
 from mtp_train.config import Config
-from mtp_train.export import layout, reader
+from mtp_train.export import reader
+from mtp_train.export.layouts import mimo
 from mtp_train.preflight import flight, stage
 from mtp_train.preflight.acceptance import DecodedText, count_learnt, shared_prefix
 from mtp_train.preflight.hops import Hop, Judgement, run_hops
@@ -142,7 +143,7 @@ def test_a_damaged_export_fails_its_own_hop(
 def test_an_exporter_that_forgets_the_order_fails_the_export_hop(
     flown: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "swap_halves", lambda weight: weight)
+    monkeypatch.setattr(mimo, "swap_halves", lambda weight: weight)
     (flown / "runs" / "tiny" / "preflight" / "export" / "mimo.json").unlink()
     expect_failure(fly(make_config(flown)), "export", "differ from the native head")
 
