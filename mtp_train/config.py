@@ -191,7 +191,7 @@ class ReportConfig:
     max_samples: int = 8  # generated texts shown
 
 
-ExportFormat = Literal["mimo", "eagle3", "eagle", "eagle_sglang"]
+ExportFormat = Literal["mimo", "eagle3", "speculators", "eagle", "eagle_sglang"]
 
 
 @dataclass(frozen=True)

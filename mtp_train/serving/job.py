@@ -134,6 +134,7 @@ _VLLM_LAYOUTS: Mapping[str, EngineLayout] = MappingProxyType(
     {
         "mimo": EngineLayout("mtp", MappingProxyType({"num_nextn_predict_layers": 1})),
         "eagle3": EngineLayout("eagle3", MappingProxyType({})),
+        "speculators": EngineLayout("eagle3", MappingProxyType({})),
         "eagle": EngineLayout("eagle", MappingProxyType({})),
     }
 )

@@ -45,6 +45,13 @@ HEADS = {
         "eagle3",
         HeadConfig(**EAGLE3 | {"recycle": "post_norm"}, layer_ids=(1, 2, 3), fusion_norm="joined"),
     ),
+    "speculators": TinyHead(
+        "speculators",
+        HeadConfig(
+            **EAGLE3, layer_ids=(3,), norm_before_residual=True, draft_vocab_size=len(REDUCED)
+        ),
+        ids=REDUCED,
+    ),
     "eagle": TinyHead("eagle", EAGLE),
 }
 
@@ -71,7 +78,7 @@ def test_a_reduced_draft_vocabulary_has_equal_counts_in_fp32(
     check_equal(reduced[1])
 
 
-@pytest.mark.parametrize("name", ["full", "norm_output", "eagle"])
+@pytest.mark.parametrize("name", ["full", "norm_output", "speculators", "eagle"])
 def test_drafts_and_accepted_per_position_are_equal_in_fp32(name: str, tmp_path: Path) -> None:
     bench = make_tiny_bench(tmp_path, HEADS[name])
     check_equal(bench.compare(k=3))

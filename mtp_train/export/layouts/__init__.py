@@ -10,11 +10,18 @@ from mtp_train.export.layouts.base import Layout
 from mtp_train.export.layouts.eagle import EagleSglangLayout, EagleVllmLayout
 from mtp_train.export.layouts.eagle3 import Eagle3Layout
 from mtp_train.export.layouts.mimo import MimoLayout
+from mtp_train.export.layouts.speculators import SpeculatorsLayout
 
 LAYOUTS: Mapping[ExportFormat, Layout] = MappingProxyType(
     {
         layout.name: layout
-        for layout in (MimoLayout(), Eagle3Layout(), EagleVllmLayout(), EagleSglangLayout())
+        for layout in (
+            MimoLayout(),
+            Eagle3Layout(),
+            SpeculatorsLayout(),
+            EagleVllmLayout(),
+            EagleSglangLayout(),
+        )
     }
 )
 

@@ -32,7 +32,7 @@ _CARRIED_BY: Mapping[HeadKind, str] = MappingProxyType(
     {
         "mtp": "export.format=mimo is the layout of MTP heads",
         "eagle": "export.format=eagle (vLLM) and eagle_sglang are the layouts of EAGLE-1",
-        "eagle3": "export.format=eagle3 is the layout of EAGLE-3",
+        "eagle3": "export.format=eagle3 (vLLM, SGLang) and speculators are the layouts of EAGLE-3",
         "medusa": (
             "a layout of vLLM's medusa model is not written. Nearest: train head=mtp over the same "
             "features, or serve this head with mtp generate"

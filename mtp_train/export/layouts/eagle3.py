@@ -46,7 +46,7 @@ MASK_NAME = "t2d"
 EMBEDDING_NAME = "embed_tokens.weight"
 _JOINED_INPUTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 # EAGLE3_FIELDS of runtime.head_spec fixes the others.
-_CARRIED: Mapping[str, Any] = MappingProxyType({"block": "llama", "embedding": "target"})
+CARRIED: Mapping[str, Any] = MappingProxyType({"block": "llama", "embedding": "target"})
 
 
 def default_layer_ids(num_target_layers: int) -> tuple[int, ...]:
@@ -124,15 +124,16 @@ class Eagle3Layout(Layout):
         if spec.residual != "standard":
             raise ValueError(
                 f'head residual="{spec.residual}": SGLang\'s EAGLE-3 head has no normed residual, '
-                "so one directory cannot serve both engines. Nearest: train with "
-                "head.norm_before_residual=false"
+                "so one directory cannot serve both engines. Nearest: export.format=speculators "
+                "(vLLM), or train with head.norm_before_residual=false"
             )
         if len(spec.layer_ids) < 2:
             raise ValueError(
                 f"head layer_ids={list(spec.layer_ids)}: SGLang skips fc of a single residual "
-                "stream as wide as the head. Nearest: train with two or more head.layer_ids"
+                "stream as wide as the head. Nearest: export.format=speculators (vLLM), or train "
+                "with two or more head.layer_ids"
             )
-        refuse_differing(spec, _CARRIED, layout=self.name)
+        refuse_differing(spec, CARRIED, layout=self.name)
 
     def describe(self, spec: HeadSpec) -> str:
         streams = ", ".join(map(str, spec.layer_ids))

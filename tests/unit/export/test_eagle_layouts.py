@@ -185,6 +185,7 @@ def test_a_draft_vocabulary_of_every_token_is_none(tmp_path: Path) -> None:
         ("eagle3", THREE, IDS),
         ("eagle3", {**THREE, "fusion_norm": "joined", "recycle": "post_norm"}, ()),
         ("eagle3", THREE, tuple(range(11))),
+        ("speculators", {**EAGLE3, "residual": "normed"}, IDS),
         ("eagle", ONE, ()),
         ("eagle_sglang", ONE, ()),
         ("eagle_sglang", {**ONE, "projection_bias": True}, ()),
@@ -200,7 +201,7 @@ def test_the_stage_reads_it_back(
     assert max(outcome.read_back.native_hidden, outcome.read_back.native_logits) < 1e-4
     text = stage.describe(outcome, config)
     assert ("vLLM:" in text) == (format != "eagle_sglang")
-    assert ("SGLang (not run):" in text) == (format != "eagle")
+    assert ("SGLang (not run):" in text) == (format in ("eagle3", "eagle_sglang"))
 
 
 def test_a_writer_of_ids_in_the_place_of_offsets_is_caught(
@@ -288,10 +289,29 @@ def test_engines_follow_the_layouts(tmp_path: Path) -> None:
     biased = servable_by(head_spec(target, **ONE, projection_bias=True))
     assert (biased.engines, biased.why) == (("SGLang",), "exported in the eagle_sglang layout")
     assert not servable_by(head_spec(target, **MEDUSA)).engines
-    assert "norm_before_residual" in servable_by(head_spec(target, **THREE | NORMED)).why
+    normed = servable_by(head_spec(target, **{**THREE, "residual": "normed"}))
+    assert (normed.engines, normed.why) == (("vLLM",), "exported in the speculators layout")
 
 
-NORMED = {"residual": "normed"}
+def test_speculators_files_say_what_the_library_reads(tmp_path: Path) -> None:
+    spec = make_head(tmp_path, {**THREE, "residual": "normed", "fusion_norm": "joined"}, ids=IDS)
+    out = export(tmp_path, "speculators")
+    written = load_file(out / "model.safetensors")
+    assert shapes_of(written) == LAYOUTS["eagle3"].tensor_shapes(spec)
+    config = read_json(out / "config.json")
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3]
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 2
+    assert (config["norm_before_residual"], config["norm_before_fc"]) == (True, True)
+    assert (config["fc_norm"], config["norm_output"], config["draft_vocab_size"]) == (
+        False,
+        False,
+        4,
+    )
+    (proposal,) = config["speculators_config"]["proposal_methods"]
+    assert proposal["proposal_type"] == config["speculators_config"]["default_proposal_method"]
+    assert read_export(out)[0] == spec
+    check_export(out, target_dir=tmp_path / "target")
 
 
 @pytest.mark.parametrize(
