@@ -139,9 +139,7 @@ def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor
     record = ExportRecord.read(directory / EXPORT_NAME)
     record.layout.refuse_uncarried(record.head, drop_draft_vocab=record.dropped_draft_vocab)
     config_file = directory / CONFIG_NAME
-    expected = record.layout.config(
-        record.head, num_target_layers=record.num_target_layers, dtype=record.dtype
-    )
+    expected = record.layout.config(record.head, record.target_facts)
     check_config(read_json(config_file), expected, source=str(config_file))
     written = read_tensors(directory / WEIGHTS_NAME)
     check_tensors(record, written, source=str(directory / WEIGHTS_NAME))

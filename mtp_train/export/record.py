@@ -12,6 +12,7 @@ import torch
 
 from mtp_train.config import ExportFormat
 from mtp_train.export.layouts import LAYOUTS, Layout
+from mtp_train.export.layouts.base import TargetFacts
 from mtp_train.run_dir import read_json, write_json_atomic
 from runtime.files import sha256_file
 from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
@@ -32,6 +33,7 @@ class ExportRecord:
     head_sha256: Mapping[str, str]  # of the native directory's files, by name
     num_target_layers: int
     dtype: str  # the target's, as in config.json
+    target_name: str  # its directory as it was named; empty in older records
     is_validated: bool  # a passing parity.json of exactly this head was there
     dropped_draft_vocab: bool
     config_sha256: str
@@ -45,6 +47,10 @@ class ExportRecord:
         return LAYOUTS[self.format]
 
     @property
+    def target_facts(self) -> TargetFacts:
+        return TargetFacts(self.num_target_layers, self.dtype, self.target_name)
+
+    @property
     def own_sha256(self) -> dict[str, str]:
         """Hashes of the directory's own files, named as in ``parity.json``."""
         return {CONFIG_NAME: self.config_sha256, WEIGHTS_NAME: self.weights_sha256}
@@ -55,7 +61,7 @@ class ExportRecord:
     @classmethod
     def read(cls, file: Path) -> ExportRecord:
         """Strict. Raises ``ValueError`` naming the file and the key."""
-        raw = read_json(file)
+        raw = {"target_name": ""} | read_json(file)
         known = [field.name for field in fields(cls)]
         for name in known:
             if name not in raw:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from mtp_train.config import ExportFormat
 from mtp_train.export.commands import refresh_readme, serving_commands
 from mtp_train.export.layouts import find_layout
+from mtp_train.export.layouts.base import TargetFacts
 from mtp_train.export.reader import check_export, check_target, is_export, read_copies
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_files, hash_tensor
 from mtp_train.run_dir import PARITY_NAME, read_json, write_json_atomic
@@ -75,12 +76,12 @@ def write_export(
     copies = read_copies(layout, target_dir, target)
     written = layout.to_layout(spec, tensors) | copies
     dtype = target_dtype_name(target_dir, str(next(iter(copies.values())).dtype))
+    facts = TargetFacts(target.num_layers, dtype, str(target_dir))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f"{STAGED_PREFIX}{out_dir.name}-", dir=out_dir.parent))
     try:
         staged.chmod(0o755)
-        config = layout.config(spec, num_target_layers=target.num_layers, dtype=dtype)
-        write_json_atomic(staged / CONFIG_NAME, config)
+        write_json_atomic(staged / CONFIG_NAME, layout.config(spec, facts))
         # One entry only: safetensors writes several in random order, and equal heads must hash
         # equal.
         save_file(written, staged / WEIGHTS_NAME, metadata={"format": "pt"})
@@ -91,8 +92,9 @@ def write_export(
             format=format,
             head=spec,
             head_sha256=hash_files(head_dir),
-            num_target_layers=target.num_layers,
-            dtype=dtype,
+            num_target_layers=facts.num_layers,
+            dtype=facts.dtype,
+            target_name=facts.name,
             is_validated=is_validated,
             dropped_draft_vocab=layout.drops_draft_vocab(spec),
             config_sha256=own[CONFIG_NAME],

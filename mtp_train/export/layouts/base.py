@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -39,6 +40,18 @@ _CARRIED_BY: Mapping[HeadKind, str] = MappingProxyType(
         ),
     }
 )
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a configuration says of the target that the head's own contract does not hold.
+
+    ``name`` is where it lay when the head was exported.
+    """
+
+    num_layers: int
+    dtype: str
+    name: str
 
 
 class Layout(ABC):
@@ -77,10 +90,8 @@ class Layout(ABC):
         """Native tensors of :meth:`served_spec`; no weight is permuted, only renamed."""
 
     @abstractmethod
-    def config(self, spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict[str, Any]:
-        """The content of ``config.json``: these keys, these values and no others. ``dtype`` is the
-        target's.
-        """
+    def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
+        """The content of ``config.json``: these keys, these values and no others."""
 
     @abstractmethod
     def refuse_fields(self, spec: HeadSpec) -> None:

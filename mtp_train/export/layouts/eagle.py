@@ -24,6 +24,7 @@ from mtp_train.export.layouts.base import (
     TARGET_EMBEDDING,
     Layout,
     Matches,
+    TargetFacts,
     host_tensors,
     refuse_differing,
     sizes_and_rope,
@@ -73,15 +74,14 @@ class _EagleLayout(Layout):
         native = self.served_spec(spec).tensor_shapes()
         return {name: written[_RENAMED.get(name, name)] for name in native}
 
-    def config(self, spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict[str, Any]:
-        del num_target_layers
+    def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
         return {
             "architectures": [self.architecture],
             "model_type": "llama",
             "num_hidden_layers": spec.num_layers,
             "attention_bias": False,
             "mlp_bias": False,
-            **sizes_and_rope(spec, dtype=dtype),
+            **sizes_and_rope(spec, dtype=target.dtype),
         }
 
     def refuse_fields(self, spec: HeadSpec) -> None:

@@ -34,6 +34,7 @@ from mtp_train.export.layouts.base import (
     TARGET_EMBEDDING,
     Layout,
     Matches,
+    TargetFacts,
     host_tensors,
     refuse_differing,
     sizes_and_rope,
@@ -99,7 +100,7 @@ class Eagle3Layout(Layout):
             native[DRAFT_VOCAB_NAME] = to_ids(written[OFFSETS_NAME])
         return native
 
-    def config(self, spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict[str, Any]:
+    def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -112,9 +113,9 @@ class Eagle3Layout(Layout):
             "norm_output": spec.recycle == "post_norm",
             "attention_bias": False,
             "mlp_bias": False,
-            **sizes_and_rope(spec, dtype=dtype),
+            **sizes_and_rope(spec, dtype=target.dtype),
         }
-        if spec.layer_ids != default_layer_ids(num_target_layers):
+        if spec.layer_ids != default_layer_ids(target.num_layers):
             config["eagle_aux_hidden_state_layer_ids"] = list(spec.layer_ids)
             before = [k - 1 for k in spec.layer_ids]
             config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": before}

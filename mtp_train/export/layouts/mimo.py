@@ -34,6 +34,7 @@ from mtp_train.export.layouts.base import (
     TARGET_LM_HEAD,
     Layout,
     Matches,
+    TargetFacts,
     host_tensors,
     refuse_differing,
     sizes_and_rope,
@@ -133,16 +134,16 @@ class MimoLayout(Layout):
     ) -> dict[str, torch.Tensor]:
         return {name: written[layout_name(name)] for name in self.served_spec(spec).tensor_shapes()}
 
-    def config(self, spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict[str, Any]:
-        """``num_target_layers`` decides under which layer number the engines file the head."""
+    def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
+        """Engines file the head under the layer number behind the target's last."""
         return {
             "architectures": ["MiMoForCausalLM"],
             "model_type": "qwen2",
             "num_nextn_predict_layers": 1,
-            "num_hidden_layers": num_target_layers,
+            "num_hidden_layers": target.num_layers,
             "attention_bias": True,
             "use_sliding_window": False,
-            **sizes_and_rope(spec, dtype=dtype),
+            **sizes_and_rope(spec, dtype=target.dtype),
         }
 
     def refuse_fields(self, spec: HeadSpec) -> None:

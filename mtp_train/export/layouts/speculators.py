@@ -9,15 +9,15 @@ Choices that need a reason:
   where the block is Llama's; it takes ``num_aux_hidden_states`` and else three. So that stands
   among the block's keys, which vLLM passes on and the library leaves alone.
 - ``norm_before_residual`` is always written: absent it is true to vLLM and false to the library.
-- the verifier has no name: the target is named when the head is served, and a path of this machine
-  would be wrong on another. So the directory does not stand for the model in ``vllm serve``.
+- the verifier is the target's directory as it was named at the export: the library opens a head
+  only together with it. The command lines name the target themselves, and then vLLM does not look.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mtp_train.export.layouts.base import refuse_differing, sizes_and_rope
+from mtp_train.export.layouts.base import TargetFacts, refuse_differing, sizes_and_rope
 from mtp_train.export.layouts.eagle3 import CARRIED, Eagle3Layout
 from runtime.head_spec import HeadSpec
 
@@ -32,8 +32,7 @@ class SpeculatorsLayout(Eagle3Layout):
     title = "speculators EAGLE-3"
     engines = ("vllm",)
 
-    def config(self, spec: HeadSpec, *, num_target_layers: int, dtype: str) -> dict[str, Any]:
-        del num_target_layers
+    def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
         block = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
@@ -41,7 +40,7 @@ class SpeculatorsLayout(Eagle3Layout):
             "num_aux_hidden_states": len(spec.layer_ids),
             "attention_bias": False,
             "mlp_bias": False,
-            **sizes_and_rope(spec, dtype=dtype),
+            **sizes_and_rope(spec, dtype=target.dtype),
         }
         proposal = {
             "proposal_type": "greedy",
@@ -63,13 +62,13 @@ class SpeculatorsLayout(Eagle3Layout):
             "embed_requires_grad": False,
             "eagle_aux_hidden_state_layer_ids": list(spec.layer_ids),
             "tie_word_embeddings": False,
-            "torch_dtype": dtype,
-            "dtype": dtype,
+            "torch_dtype": target.dtype,
+            "dtype": target.dtype,
             "speculators_config": {
                 "algorithm": "eagle3",
                 "proposal_methods": [proposal],
                 "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": None, "architectures": []},
+                "verifier": {"name_or_path": target.name, "architectures": []},
             },
         }
 

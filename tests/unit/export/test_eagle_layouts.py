@@ -308,6 +308,7 @@ def test_speculators_files_say_what_the_library_reads(tmp_path: Path) -> None:
         False,
         4,
     )
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "target")
     (proposal,) = config["speculators_config"]["proposal_methods"]
     assert proposal["proposal_type"] == config["speculators_config"]["default_proposal_method"]
     assert read_export(out)[0] == spec
