@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from mtp_train.config import Config, ExportConfig, ExportFormat
+from mtp_train.config import Config, ExportConfig, ExportFormat, ValidateConfig
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.export import check_export, load_any_head, read_export, stage, write_export
 from mtp_train.export.engines import servable_by
 from mtp_train.export.layouts import LAYOUTS, eagle3, find_layout
 from mtp_train.run_dir import read_json
+from mtp_train.serving.job import ServingError, vllm_layout
+from mtp_train.validate import engine_rung
 from runtime.head_spec import (
     EAGLE_FIELDS,
     DraftVocab,
@@ -323,6 +325,25 @@ def test_a_path_of_another_method_is_refused(format: ExportFormat, part: str) ->
     with pytest.raises(ValueError, match=part.removeprefix("my-")[:6]):
         layout.refuse_path(Path("/runs") / part / "export" / format)
     layout.refuse_path(Path("/runs/mine/export") / format)
+
+
+def test_p6_asks_for_the_format_of_the_directory_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_head(tmp_path, THREE)
+    out, config = export(tmp_path, "eagle3"), make_config(tmp_path)
+    assert config.export.format == "mimo"
+    config = dataclasses.replace(config, validate=ValidateConfig(head=str(out), k=2))
+    asked: list[str] = []
+
+    def open_engine(config: Config) -> None:
+        asked.append(vllm_layout(config.export.format).method)
+        raise ServingError("reach", "no engine here")
+
+    monkeypatch.setattr(engine_rung, "open_engine", open_engine)
+    with pytest.raises(ServingError):
+        engine_rung.climb(config, device=CPU)
+    assert asked == ["eagle3"]
 
 
 def ids_for_offsets(tensors: Tensors) -> None:
