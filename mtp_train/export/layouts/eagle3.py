@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from mtp_train.config import ExportFormat
 from mtp_train.export.layouts.base import (
     TARGET_EMBEDDING,
     Layout,
@@ -58,11 +59,11 @@ def default_layer_ids(num_target_layers: int) -> tuple[int, ...]:
 class Eagle3Layout(Layout):
     """One directory for vLLM and SGLang."""
 
-    name = "eagle3"
+    name: ClassVar[ExportFormat] = "eagle3"
     title = "EAGLE-3"
     kind = "eagle3"
     holds = "is one decoder layer over residual streams of the target, with its own lm_head"
-    engines = ("vllm", "sglang")
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     sglang_algorithm = "EAGLE3"
     carries_draft_vocab = True
     reserved_in_paths = ("eagle-", "dflash", "dspark")
