@@ -107,7 +107,7 @@ def condition_target(
     if out.exists():
         raise ValueError(f"out={out}: exists; name a directory that does not")
     config = load_config(source)
-    checkpoint = Checkpoint(source, config.tensor_shapes(), tied=config.tie_word_embeddings)
+    checkpoint = Checkpoint.of(source, config)
     diagonal_D = conditioning.diagonal(config.hidden_size)
     tensors = {name: checkpoint.read_stored(name) for name in config.tensor_shapes()}
     lm_head_VD = tensors[_EMBEDDING if config.tie_word_embeddings else _LM_HEAD]

@@ -102,9 +102,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         )
     if not len(samples):
         raise ValueError(f"features={samples.path}: the store is empty; run `mtp precompute`")
-    checkpoint = Checkpoint(
-        directory, target_config.tensor_shapes(), tied=target_config.tie_word_embeddings
-    )
+    checkpoint = Checkpoint.of(directory, target_config)
 
     def read_target(name: str) -> torch.Tensor:
         return checkpoint.read(name, dtype=torch.float32, device=torch.device("cpu"))

@@ -170,7 +170,10 @@ class SlotTable:
 
 
 class KVPool:
-    """K and V of one model by slot: ``k[layer]`` is ``[slots, G, C]``, zeroed."""
+    """K and V of one model by slot: ``k[layer]`` is ``[slots, G, C]``, zeroed.
+
+    With ``has_values=False`` values are columns of the keys (a latent cache): ``v`` is ``k``.
+    """
 
     def __init__(
         self,
@@ -181,11 +184,13 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        has_values: bool = True,
     ) -> None:
-        shape = (2, num_layers, num_slots, num_kv_heads, head_dim)
+        shape = (1 + has_values, num_layers, num_slots, num_kv_heads, head_dim)
         self._all = torch.zeros(shape, dtype=dtype, device=device)
         advise_huge_pages(self._all)
-        self.k, self.v = (list(part.unbind()) for part in self._all)
+        parts = [list(part.unbind()) for part in self._all]
+        self.k, self.v = parts[0], parts[-1]
 
     def store(
         self, layer: int, slots_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor
@@ -201,4 +206,4 @@ class KVPool:
         self._all.index_copy_(2, to_slots_M, self._all.index_select(2, from_slots_M))
 
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+        return self._all.numel() * self._all.element_size()

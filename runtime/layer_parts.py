@@ -1,12 +1,15 @@
-"""Which tensors a dense decoder layer has: one list for targets and for the heads that follow them.
+"""Which tensors a decoder layer has: one list for targets and for the heads that follow them.
 
-Every layer has query, key, value and output projections, a gated MLP and two RMSNorms. Families
-differ in biases and in norms of query and key heads.
+A plain layer has query, key, value and output projections, a gated MLP and two RMSNorms. Families
+differ in biases and in norms of query and key heads; some targets have latent attention in the
+place of the former (:class:`LatentSpec`) or experts in the place of the latter
+(:class:`ExpertSpec`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,93 @@ class LayerParts:
 
 
 PLAIN_LAYER = LayerParts()  # a Llama's
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of a token are
+    products of one latent vector, which is all that is cached, beside a rotated key that all heads
+    share.
+
+    ``query_rank``: width of the queries' own latent; ``None`` without one. ``scale`` multiplies
+    scores. ``is_interleaved``: the checkpoint rotates pairs ``(2c, 2c + 1)``, not halves.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope_dim: int  # of a query or key head, not rotated
+    rope_dim: int  # of a query or key head, rotated
+    value_dim: int
+    scale: float
+    is_interleaved: bool = True
+    norm_eps: float = 1e-6  # of the latents' norms: fixed in transformers, whatever rms_norm_eps is
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Values per token and layer."""
+        return self.kv_rank + self.rope_dim
+
+    def shapes(self, *, hidden_size: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+        """The attention's tensors, named as :func:`layer_shapes` does."""
+        q_dim, rank = num_heads * self.query_dim, self.query_rank
+        shapes: dict[str, tuple[int, ...]] = {}
+        if rank is None:
+            shapes["self_attn.q_proj.weight"] = (q_dim, hidden_size)
+        else:
+            shapes["self_attn.q_a_proj.weight"] = (rank, hidden_size)
+            shapes["self_attn.q_a_layernorm.weight"] = (rank,)
+            shapes["self_attn.q_b_proj.weight"] = (q_dim, rank)
+        shapes["self_attn.kv_a_proj_with_mqa.weight"] = (self.cache_width, hidden_size)
+        shapes["self_attn.kv_a_layernorm.weight"] = (self.kv_rank,)
+        up = num_heads * (self.nope_dim + self.value_dim)
+        shapes["self_attn.kv_b_proj.weight"] = (up, self.kv_rank)
+        shapes["self_attn.o_proj.weight"] = (hidden_size, num_heads * self.value_dim)
+        return shapes
+
+
+CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"  # stays float32, whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """A router and experts, each a gated MLP, of which every token passes ``num_chosen``.
+
+    ``num_groups`` and ``num_kept_groups``: experts are chosen within the best groups of
+    neighbouring experts; 1 and 1 without groups. ``dense_layers`` have a plain MLP instead.
+    """
+
+    num_experts: int
+    num_chosen: int
+    inner: int  # MLP width of an expert
+    num_shared: int = 0  # experts' worth of an MLP that all tokens pass
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False  # added to scores for the choice alone
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+    normalises: bool = False  # whether weights of the chosen are made to sum to one
+    scaling: float = 1.0  # of these weights
+    is_float32: bool = False  # whether the router's product is, whatever the model's dtype
+    dense_layers: frozenset[int] = frozenset()
+
+    def shapes(self, *, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """The tensors in the place of an MLP's, named as :func:`layer_shapes` does."""
+        shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.num_experts, hidden_size)}
+        if self.has_bias:
+            shapes[CORRECTION_BIAS] = (self.num_experts,)
+        inners = {f"mlp.experts.{index}": self.inner for index in range(self.num_experts)}
+        if self.num_shared:
+            inners["mlp.shared_experts"] = self.num_shared * self.inner
+        for name, inner in inners.items():
+            shapes[name + ".gate_proj.weight"] = (inner, hidden_size)
+            shapes[name + ".up_proj.weight"] = (inner, hidden_size)
+            shapes[name + ".down_proj.weight"] = (hidden_size, inner)
+        return shapes
 
 
 def layer_shapes(

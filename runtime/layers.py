@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and the merged decoder block that target and draft heads share.
+"""Norms, rotary embedding and the decoder block of targets and draft heads, with its dense parts.
 
 Norms are computed in float32 and rounded once. Rotary angles are computed in float32 from the
 positions of each batch, so no table bounds the length and nothing is lost at long positions.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from runtime.attention.base import AttentionBackend
-from runtime.fused_block import fuse_block
+from runtime.fused_block import FusedBlock, fuse_block
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
 from runtime.linear import Linear, LinearMaker
@@ -78,14 +78,33 @@ class RotaryEmbedding:
         )
 
 
-class DecoderBlock:
-    """Pre-norm attention and gated MLP, with merged QKV and merged gate/up.
+class Attention(Protocol):
+    """What mixes the rows of a sequence, with the cache that it reads and writes."""
 
-    ``shapes`` lists the block's tensors without their layer prefix (``self_attn.q_proj.weight`` …);
-    ``take`` hands them over one at a time, so that loading holds one of them beside the merged one.
-    A norm or bias that is not listed does nothing. On several ranks ``shape``, ``shapes`` and
-    ``take`` are those of this rank's part (:mod:`runtime.sharding`); the residual stream is whole
-    on each.
+    def __call__(
+        self,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
+        """What is to be added to the residual stream, ``[N, D]``."""
+
+
+class Mlp(Protocol):
+    """What works on each row by itself."""
+
+    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """What is to be added to the residual stream, ``[N, D]``."""
+
+
+class GroupedAttention:
+    """Grouped-query attention, with merged QKV and, where they are listed, head norms.
+
+    ``shapes``, ``take`` and ``group`` as in :func:`build_block`.
     """
 
     def __init__(
@@ -101,16 +120,6 @@ class DecoderBlock:
     ) -> None:
         self.shape = shape
         self.ops = ops
-        self.input_norm: NormWeight | None = None
-        self.post_attention_norm: NormWeight | None = None
-        if "input_layernorm.weight" in shapes:
-            self.input_norm = norm_weight(
-                take("input_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
-            )
-        if "post_attention_layernorm.weight" in shapes:
-            self.post_attention_norm = norm_weight(
-                take("post_attention_layernorm.weight"), eps=shape.norm_eps, plus_one=plus_one_norms
-            )
         self.q_norm: NormWeight | None = None
         self.k_norm: NormWeight | None = None
         if "self_attn.q_norm.weight" in shapes:
@@ -120,25 +129,85 @@ class DecoderBlock:
                 )
                 for name in ("q_norm", "k_norm")
             )
-        attention = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
-        self.qkv = _merge(take, shapes, attention, make_linear)
-        self.out = RowParallelLinear(_merge(take, shapes, ["self_attn.o_proj"], make_linear), group)
-        self.gate_up = _merge(take, shapes, ["mlp.gate_proj", "mlp.up_proj"], make_linear)
-        self.down = RowParallelLinear(_merge(take, shapes, ["mlp.down_proj"], make_linear), group)
-        self.fused = None
-        if group.world_size == 1:
-            self.fused = fuse_block(
-                {
-                    "input_norm": self.input_norm,
-                    "post_norm": self.post_attention_norm,
-                    "q_norm": self.q_norm,
-                    "k_norm": self.k_norm,
-                },
-                qkv=self.qkv,
-                out=self.out.linear,
-                gate_up=self.gate_up,
-                down=self.down.linear,
-            )
+        names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        self.qkv = merge_linears(take, shapes, names, make_linear)
+        out = merge_linears(take, shapes, ["self_attn.o_proj"], make_linear)
+        self.out = RowParallelLinear(out, group)
+
+    def __call__(
+        self,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
+        shape = self.shape
+        rows, num_heads = inputs_NI.shape[0], shape.num_heads
+        num_rotated = num_heads + shape.num_kv_heads
+        qkv = self.qkv(inputs_NI).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.ops.norm_heads(qkv[:, :num_heads], self.q_norm)
+            self.ops.norm_heads(qkv[:, num_heads:num_rotated], self.k_norm)
+        self.ops.rotate(qkv, num_rotated, angles)
+        q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)
+        return self.out(attended.view(rows, num_heads * shape.head_dim))
+
+
+class GatedMlp:
+    """``down(silu(gate) * up)``, with merged gate and up; the tensors below ``prefix``."""
+
+    def __init__(
+        self,
+        take: TensorSource,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        ops: BlockOps,
+        make_linear: LinearMaker,
+        group: ProcessGroup,
+        prefix: str = "mlp.",
+    ) -> None:
+        self.ops = ops
+        names = [prefix + "gate_proj", prefix + "up_proj"]
+        self.gate_up = merge_linears(take, shapes, names, make_linear)
+        down = merge_linears(take, shapes, [prefix + "down_proj"], make_linear)
+        self.down = RowParallelLinear(down, group)
+
+    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
+        return self.down(self.partial(x_ND))
+
+    def partial(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """What ``down`` reads."""
+        return self.ops.silu_mul(self.gate_up(x_ND))
+
+
+class DecoderBlock:
+    """Pre-norm attention and MLP. A norm that is ``None`` does nothing.
+
+    ``fused``: where one kernel finds all of it, if there is one.
+    """
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        attention: Attention,
+        mlp: Mlp,
+        *,
+        input_norm: NormWeight | None,
+        post_attention_norm: NormWeight | None,
+        ops: BlockOps,
+        fused: FusedBlock | None = None,
+    ) -> None:
+        self.shape = shape
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = input_norm
+        self.post_attention_norm = post_attention_norm
+        self.ops = ops
+        self.fused = fused
 
     def __call__(
         self,
@@ -172,20 +241,11 @@ class DecoderBlock:
         pool: KVPool,
         layer: int,
     ) -> torch.Tensor:
-        """All but the first norm: ``inputs`` is what query, key and value read."""
-        shape = self.shape
-        rows, num_heads = x_ND.shape[0], shape.num_heads
-        num_rotated = num_heads + shape.num_kv_heads
-        qkv = self.qkv(inputs_NI).view(rows, num_rotated + shape.num_kv_heads, shape.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            self.ops.norm_heads(qkv[:, :num_heads], self.q_norm)
-            self.ops.norm_heads(qkv[:, num_heads:num_rotated], self.k_norm)
-        self.ops.rotate(qkv, num_rotated, angles)
-        q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)
-        delta_ND = self.out(attended.view(rows, num_heads * shape.head_dim))
-        normed = self._add_norm(x_ND, delta_ND, self.post_attention_norm)
-        return self.down(self.ops.silu_mul(self.gate_up(normed)))
+        """All but the first norm: ``inputs`` is what the attention reads."""
+        delta_ND = self.attention(
+            inputs_NI, angles, backend=backend, plan=plan, pool=pool, layer=layer
+        )
+        return self.mlp(self._add_norm(x_ND, delta_ND, self.post_attention_norm))
 
     def _add_norm(
         self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight | None
@@ -193,6 +253,70 @@ class DecoderBlock:
         if norm is not None:
             return self.ops.add_rms_norm(x_ND, delta_ND, norm)
         return x_ND if delta_ND is None else x_ND.add_(delta_ND)
+
+
+def build_block(
+    shape: BlockShape,
+    take: TensorSource,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    ops: BlockOps,
+    make_linear: LinearMaker,
+    group: ProcessGroup,
+    plus_one_norms: bool = False,
+    attention: Attention | None = None,
+    mlp: Mlp | None = None,
+) -> DecoderBlock:
+    """A block of a dense decoder, but for the parts that are given.
+
+    ``shapes`` lists the block's tensors without their layer prefix (``self_attn.q_proj.weight`` …);
+    ``take`` hands them over one at a time, so that loading holds one of them beside the merged one.
+    A norm or bias that is not listed does nothing. On several ranks ``shape``, ``shapes`` and
+    ``take`` are those of this rank's part (:mod:`runtime.sharding`); the residual stream is whole
+    on each.
+    """
+    norms = {
+        name: norm_weight(take(name + ".weight"), eps=shape.norm_eps, plus_one=plus_one_norms)
+        for name in ("input_layernorm", "post_attention_layernorm")
+        if name + ".weight" in shapes
+    }
+    input_norm, post_norm = norms.get("input_layernorm"), norms.get("post_attention_layernorm")
+    if attention is None:
+        attention = GroupedAttention(
+            shape,
+            take,
+            shapes,
+            ops=ops,
+            make_linear=make_linear,
+            group=group,
+            plus_one_norms=plus_one_norms,
+        )
+    if mlp is None:
+        mlp = GatedMlp(take, shapes, ops=ops, make_linear=make_linear, group=group)
+    fused = None
+    is_alone = group.world_size == 1
+    if is_alone and isinstance(attention, GroupedAttention) and isinstance(mlp, GatedMlp):
+        fused = fuse_block(
+            {
+                "input_norm": input_norm,
+                "post_norm": post_norm,
+                "q_norm": attention.q_norm,
+                "k_norm": attention.k_norm,
+            },
+            qkv=attention.qkv,
+            out=attention.out.linear,
+            gate_up=mlp.gate_up,
+            down=mlp.down.linear,
+        )
+    return DecoderBlock(
+        shape,
+        attention,
+        mlp,
+        input_norm=input_norm,
+        post_attention_norm=post_norm,
+        ops=ops,
+        fused=fused,
+    )
 
 
 def run_blocks(
@@ -216,7 +340,7 @@ def run_blocks(
     return delta_ND
 
 
-def _merge(
+def merge_linears(
     take: TensorSource,
     shapes: Mapping[str, tuple[int, ...]],
     names: list[str],

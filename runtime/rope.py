@@ -39,13 +39,14 @@ def yarn_attention_factor(
     factor: float, *, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
     """The factor of a yarn configuration that does not state it (transformers' rule)."""
-
-    def grow(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if mscale and mscale_all_dim:
-        return grow(mscale) / grow(mscale_all_dim)
-    return grow(1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much larger scores get when lengths do by ``factor`` (yarn, with DeepSeek's weights)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(spec: RopeSpec, inverse: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,8 @@ def share_block(
     shards: dict[str, Shard] = {}
     for name, shape in shapes.items():
         linear, _, kind = name.rpartition(".")
+        if linear.startswith("mlp."):  # an expert's linears as those of a plain MLP
+            linear = "mlp." + linear.rpartition(".")[2]
         if linear == "self_attn.q_proj":
             shards[name] = head_shard(0, heads.query, head_dim)
         elif linear in ("self_attn.k_proj", "self_attn.v_proj"):
@@ -180,19 +182,33 @@ def share_block(
 
 def target_shards(config: ModelConfig, group: ProcessGroup) -> dict[str, Shard]:
     """How the tensors of a target's checkpoint are cut, by name."""
-    block = share_block(
-        config.block_shapes(),
+    rows = even_shard(0, config.vocab_size, rank=group.rank, world_size=group.world_size)
+    shards = {"model.embed_tokens.weight": rows, "lm_head.weight": rows}
+    for index in range(config.num_layers):
+        for name, shard in share_layer(config, index, group).shards.items():
+            shards[f"model.layers.{index}.{name}"] = shard
+    return shards
+
+
+def share_layer(config: ModelConfig, index: int, group: ProcessGroup) -> BlockShare:
+    """:func:`share_block` of a target's decoder layer. Raises ``ValueError`` for latent attention
+    on several ranks.
+    """
+    if config.latent is not None:
+        if group.world_size > 1:
+            raise ValueError(
+                f"a target with latent attention ({config.architecture}) over {group.world_size} "
+                "ranks: it is not cut over ranks; run it on one"
+            )
+        every_head = tuple(range(config.num_heads))
+        return BlockShare(HeadShare(every_head, every_head), {}, config.block_shapes(index))
+    return share_block(
+        config.block_shapes(index),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         group=group,
     )
-    rows = even_shard(0, config.vocab_size, rank=group.rank, world_size=group.world_size)
-    shards = {"model.embed_tokens.weight": rows, "lm_head.weight": rows}
-    for index in range(config.num_layers):
-        for name, shard in block.shards.items():
-            shards[f"model.layers.{index}.{name}"] = shard
-    return shards
 
 
 def _portion(count: int, index: int, num_parts: int) -> list[int]:

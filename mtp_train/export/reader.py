@@ -120,7 +120,7 @@ def read_copies(layout: Layout, target_dir: Path, target: ModelConfig) -> dict[s
     """What the layout copies of the target, as stored there, under the layout's names; each in
     memory of its own.
     """
-    checkpoint = Checkpoint(target_dir, target.tensor_shapes(), tied=target.tie_word_embeddings)
+    checkpoint = Checkpoint.of(target_dir, target)
     copies = {}
     for name, source in layout.copies.items():
         is_tied = source == TARGET_LM_HEAD and target.tie_word_embeddings

@@ -219,7 +219,7 @@ class Meter:
         cache = cache_directory(config.target)
         directory = target_directory(config.target)
         shapes = load_target_config(directory)
-        checkpoint = Checkpoint(directory, shapes.tensor_shapes(), tied=shapes.tie_word_embeddings)
+        checkpoint = Checkpoint.of(directory, shapes)
         self._dtype = target_dtype(config.target, torch.device("cpu"))
         self._fingerprint = fingerprint_target(directory, cache_dir=cache)
         self._embedding_VD, self._lm_head_VD = checkpoint.read_vocabulary(

@@ -26,6 +26,8 @@ _NOT_PLANNED = frozenset({"input_ids_N", "hidden_ND", "positions_N", "plans"})
 class AttentionBackend(ABC):
     """Two calls per forward: ``plan`` once on the host, ``run`` once per layer."""
 
+    has_latent = False  # whether ``run_latent`` is there
+
     @abstractmethod
     def plan(self, batch: ForwardBatch, table: SlotTable) -> Any:
         """Host work for one batch; every ``run`` of that forward (all layers) gets the result."""
@@ -55,6 +57,21 @@ class AttentionBackend(ABC):
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
         """Write ``k, v`` at the batch's slots, attend; returns ``[N, H, C]`` in q's dtype."""
+
+    def run_latent(
+        self,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+        q_NHC: torch.Tensor,
+        latent_N1C: torch.Tensor,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """:meth:`run` over a pool without values: all query heads read one vector per token, which
+        is key and value. ``scale`` multiplies scores.
+        """
+        raise AssertionError(f"{type(self).__name__} has no attention over a latent cache")
 
     def run_blocks(
         self,

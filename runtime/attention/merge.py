@@ -17,11 +17,13 @@ def attend_part(
     v_BGTC: torch.Tensor,
     *,
     is_visible: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one part of the keys: output in q's dtype and float32 LSE ``[B, G, S]``.
 
     ``is_visible`` (bool, broadcast to ``[B, G, S, T]``; every row sees at least one key) is for
-    small parts; without it the part is unmasked. On a GPU scores are held in full.
+    small parts; without it the part is unmasked. ``scale`` of scores: 1/sqrt(C) if ``None``. On a
+    GPU scores are held in full.
     """
     if q_BGSC.device.type == "cpu":
         mask = None
@@ -29,10 +31,10 @@ def attend_part(
             mask = q_BGSC.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
         # torch's own fused kernel; only this operator hands out the LSE that it computes anyway.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BGSC, k_BGTC, v_BGTC, attn_mask=mask
+            q_BGSC, k_BGTC, v_BGTC, attn_mask=mask, scale=scale
         )
         return out, lse
-    return attend_in_full(q_BGSC, k_BGTC, v_BGTC, is_visible=is_visible)
+    return attend_in_full(q_BGSC, k_BGTC, v_BGTC, is_visible=is_visible, scale=scale)
 
 
 def attend_in_full(
@@ -41,10 +43,11 @@ def attend_in_full(
     v_BGTC: torch.Tensor,
     *,
     is_visible: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`attend_part`, with float32 scores held in full; any device."""
     scores = torch.matmul(q_BGSC.float(), k_BGTC.float().transpose(-1, -2))
-    scores *= q_BGSC.shape[-1] ** -0.5
+    scores *= q_BGSC.shape[-1] ** -0.5 if scale is None else scale
     if is_visible is not None:
         scores = scores.masked_fill(~is_visible, float("-inf"))
     lse = scores.logsumexp(-1)

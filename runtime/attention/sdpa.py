@@ -69,6 +69,8 @@ class SdpaPlan:
 class SdpaBackend(AttentionBackend):
     """See the module docstring. Holds shapes only: one instance may serve several models."""
 
+    has_latent = True
+
     def plan(self, batch: ForwardBatch, table: SlotTable) -> SdpaPlan | TreePlan:
         if batch.visible_BSJ is not None:
             return plan_tree(batch, table)
@@ -103,8 +105,33 @@ class SdpaBackend(AttentionBackend):
         k_NGC: torch.Tensor,
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
+        return self._run(plan, pool, layer, q_NHC, k_NGC, v_NGC, scale=None)
+
+    def run_latent(
+        self,
+        plan: SdpaPlan | TreePlan,
+        pool: KVPool,
+        layer: int,
+        q_NHC: torch.Tensor,
+        latent_N1C: torch.Tensor,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        return self._run(plan, pool, layer, q_NHC, latent_N1C, latent_N1C, scale=scale)
+
+    def _run(
+        self,
+        plan: SdpaPlan | TreePlan,
+        pool: KVPool,
+        layer: int,
+        q_NHC: torch.Tensor,
+        k_NGC: torch.Tensor,
+        v_NGC: torch.Tensor,
+        *,
+        scale: float | None,
+    ) -> torch.Tensor:
         if isinstance(plan, TreePlan):
-            return run_tree(plan, pool, layer, q_NHC, k_NGC, v_NGC)
+            return run_tree(plan, pool, layer, q_NHC, k_NGC, v_NGC, scale=scale)
         if plan.write_start is not None:
             keys, values = pool.k[layer], pool.v[layer]
             stop = plan.write_start + k_NGC.shape[0]
@@ -115,7 +142,7 @@ class SdpaBackend(AttentionBackend):
         out_NHC = q_NHC.new_empty(q_NHC.shape)
         for group in plan.groups:
             q_rows = q_NHC if group.rows_BS is None else q_NHC.index_select(0, group.rows_BS)
-            attended = _attend_group(group, q_rows, keys, values, plan.masks)
+            attended = _attend_group(group, q_rows, keys, values, plan.masks, scale)
             if group.rows_BS is None:
                 return attended
             out_NHC.index_copy_(0, group.rows_BS, attended)
@@ -129,9 +156,9 @@ class SdpaBackend(AttentionBackend):
                 k_TGC = keys.index_select(0, request.slots_T)
                 v_TGC = values.index_select(0, request.slots_T)
             if request.q_len == 1:
-                out_NHC[rows] = _attend_one_row(q_NHC[rows], k_TGC, v_TGC)
+                out_NHC[rows] = _attend_one_row(q_NHC[rows], k_TGC, v_TGC, scale)
             else:
-                _attend_rows(q_NHC[rows], k_TGC, v_TGC, plan.masks, out_NHC[rows])
+                _attend_rows(q_NHC[rows], k_TGC, v_TGC, plan.masks, out_NHC[rows], scale)
         return out_NHC
 
 
@@ -167,6 +194,7 @@ def _attend_group(
     keys: torch.Tensor,
     values: torch.Tensor,
     masks: dict[tuple[int, ...], torch.Tensor],
+    scale: float | None,
 ) -> torch.Tensor:
     """Heads of a key/value head become rows: ``[B, G, S * R, C]`` over ``[B, G, T, C]``."""
     count, q_len, kv_len = len(group.kv_lens), group.q_len, max(group.kv_lens)
@@ -189,7 +217,7 @@ def _attend_group(
         .transpose(1, 2)
         for pool in (keys, values)
     )
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[key])
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=masks[key], scale=scale)
     return (
         out.reshape(count, num_kv_heads, q_len, repeat, head_dim)
         .transpose(1, 2)
@@ -197,7 +225,9 @@ def _attend_group(
     )
 
 
-def _attend_one_row(q_1HC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor) -> torch.Tensor:
+def _attend_one_row(
+    q_1HC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor, scale: float | None
+) -> torch.Tensor:
     """One row sees every key: no mask, heads of a group are rows of one product."""
     _, num_heads, head_dim = q_1HC.shape
     num_kv_heads = k_TGC.shape[1]
@@ -205,6 +235,7 @@ def _attend_one_row(q_1HC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tenso
         q_1HC.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim),
         k_TGC.transpose(0, 1)[None],
         v_TGC.transpose(0, 1)[None],
+        scale=scale,
     )
     return out_GRC.reshape(1, num_heads, head_dim)
 
@@ -215,6 +246,7 @@ def _attend_rows(
     v_TGC: torch.Tensor,
     masks: dict[tuple[int, ...], torch.Tensor],
     out_SHC: torch.Tensor,
+    scale: float | None,
 ) -> None:
     q_len, num_heads, head_dim = q_SHC.shape
     kv_len, num_kv_heads, _ = k_TGC.shape
@@ -229,10 +261,10 @@ def _attend_rows(
         q_GRSC = q_SHC[start:stop].unflatten(1, (num_kv_heads, repeat)).permute(1, 2, 0, 3)
         k, v = k_GRTC[:, :, :visible], v_GRTC[:, :, :visible]
         if stop - start == visible:
-            out = F.scaled_dot_product_attention(q_GRSC, k, v, is_causal=True)
+            out = F.scaled_dot_product_attention(q_GRSC, k, v, is_causal=True, scale=scale)
         else:
             key = (stop - start, visible)
             if key not in masks:
                 masks[key] = causal_mask(*key, dtype=q_SHC.dtype, device=q_SHC.device)[None, None]
-            out = F.scaled_dot_product_attention(q_GRSC, k, v, attn_mask=masks[key])
+            out = F.scaled_dot_product_attention(q_GRSC, k, v, attn_mask=masks[key], scale=scale)
         out_SHC[start:stop] = out.permute(2, 0, 1, 3).reshape(stop - start, num_heads, head_dim)

@@ -66,8 +66,10 @@ def run_tree(
     q_NHC: torch.Tensor,
     k_NGC: torch.Tensor,
     v_NGC: torch.Tensor,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Store the rows' K/V and attend; ``[N, H, C]``."""
+    """Store the rows' K/V and attend; ``[N, H, C]``. ``scale`` of scores: 1/sqrt(C) if ``None``."""
     keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
     count, _, num_rows, _, block_len = plan.visible_B1S1J.shape
     _, num_heads, width = q_NHC.shape
@@ -83,7 +85,7 @@ def run_tree(
         .transpose(1, 2)
         for stored in (keys, values)
     )
-    out, lse = attend_part(q, block_k, block_v, is_visible=visible)
+    out, lse = attend_part(q, block_k, block_v, is_visible=visible, scale=scale)
     parts = []
     for index, prefix in enumerate(plan.prefixes):
         if not prefix.length:
@@ -91,7 +93,7 @@ def run_tree(
             continue
         own = slice(index, index + 1)
         k, v = (_prefix_rows(stored, prefix).transpose(0, 1)[None] for stored in (keys, values))
-        parts.append(merge_parts(*attend_part(q[own], k, v), out[own], lse[own]))
+        parts.append(merge_parts(*attend_part(q[own], k, v, scale=scale), out[own], lse[own]))
     merged = parts[0] if count == 1 else torch.cat(parts)
     return (
         merged.reshape(count, num_kv_heads, num_rows, -1, width)

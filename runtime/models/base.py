@@ -33,6 +33,7 @@ class Model(ABC):
     width: int  # D of the states that ``logits`` reads and a head recycles
     layer_ids: tuple[int, ...] = ()  # k of the residual streams S_k that it gives or, a head, reads
     max_context: int | None = None  # tokens of a sequence that it is right for; None: no limit
+    not_recorded: str | None = None  # why CUDA graphs cannot record it; None: they can
     backend: AttentionBackend | None = None  # what it attends through, where graphs may record it
 
     @property

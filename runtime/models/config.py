@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runtime.head_spec import RopeSpec, YarnSpec
-from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts, layer_shapes
 from runtime.models.families import FAMILIES, describe_supported, read_traits
+from runtime.models.fields import number, positive
 from runtime.rope import yarn_attention_factor
 
 ROPE_KINDS = ("default", "llama3", "yarn")
@@ -26,7 +27,8 @@ class ModelConfig:
 
     ``norm_form``: whether a norm's stored weight is the weight or, as in Gemma, what is added to
     one; of all norms, and ``w`` in every family so far. ``sliding_window`` as in
-    :class:`runtime.models.families.Traits`.
+    :class:`runtime.models.families.Traits`. With ``latent`` the key/value heads and ``head_dim``
+    are those of the plain layers that a head of such a target has.
     """
 
     architecture: str
@@ -45,6 +47,9 @@ class ModelConfig:
     norm_form: Literal["w", "1+w"] = "w"
     sliding_window: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    latent: LatentSpec | None = None  # None: grouped-query attention
+    experts: ExpertSpec | None = None  # None: a dense MLP in every layer
+    num_native_heads: int = 0  # decoder layers behind the last one, for drafts: not read
 
     @property
     def q_dim(self) -> int:
@@ -54,9 +59,22 @@ class ModelConfig:
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+    @property
+    def kv_width(self) -> int:
+        """Cached values per token and layer."""
+        return 2 * self.kv_dim if self.latent is None else self.latent.cache_width
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated elements of a query or key head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def block_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Tensors of one decoder layer, named without the layer prefix."""
-        return layer_shapes(
+        shapes = layer_shapes(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_heads=self.num_heads,
@@ -65,13 +83,20 @@ class ModelConfig:
             parts=self.layer_parts,
             inputs=self.hidden_size,
         )
+        if self.latent is not None:
+            shapes = {name: s for name, s in shapes.items() if not name.startswith("self_attn.")}
+            shapes |= self.latent.shapes(hidden_size=self.hidden_size, num_heads=self.num_heads)
+        if self.experts is not None and self.has_experts(layer):
+            shapes = {name: s for name, s in shapes.items() if not name.startswith("mlp.")}
+            shapes |= self.experts.shapes(hidden_size=self.hidden_size)
+        return shapes
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list of the checkpoint: name -> shape (``lm_head`` only if untied)."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, width)}
         for index in range(self.num_layers):
-            for name, shape in self.block_shapes().items():
+            for name, shape in self.block_shapes(index).items():
                 shapes[f"model.layers.{index}.{name}"] = shape
         shapes["model.norm.weight"] = (width,)
         if not self.tie_word_embeddings:
@@ -115,10 +140,10 @@ def parse_config(
         raise ValueError(
             f"{source}: quantization_config is set; only unquantised checkpoints are supported"
         )
-    hidden_size = _positive(raw, "hidden_size", source)
-    num_heads = _positive(raw, "num_attention_heads", source)
+    hidden_size = positive(raw, "hidden_size", source)
+    num_heads = positive(raw, "num_attention_heads", source)
     num_kv_heads = (
-        _positive(raw, "num_key_value_heads", source)
+        positive(raw, "num_key_value_heads", source)
         if raw.get("num_key_value_heads") is not None
         else num_heads
     )
@@ -127,8 +152,8 @@ def parse_config(
             f"{source}: num_attention_heads={num_heads} is not a multiple of "
             f"num_key_value_heads={num_kv_heads}"
         )
-    if raw.get("head_dim") is not None:
-        head_dim = _positive(raw, "head_dim", source)
+    if traits.latent is None and raw.get("head_dim") is not None:
+        head_dim = positive(raw, "head_dim", source)
     else:
         if hidden_size % num_heads:
             raise ValueError(
@@ -141,19 +166,22 @@ def parse_config(
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size", source),
-        num_layers=_positive(raw, "num_hidden_layers", source),
+        intermediate_size=positive(raw, "intermediate_size", source),
+        num_layers=positive(raw, "num_hidden_layers", source),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=_positive(raw, "vocab_size", source),
-        max_position_embeddings=_positive(raw, "max_position_embeddings", source),
+        vocab_size=positive(raw, "vocab_size", source),
+        max_position_embeddings=positive(raw, "max_position_embeddings", source),
         rope=_parse_rope(raw, source),
-        norm_eps=_number(raw, "rms_norm_eps", source),
+        norm_eps=number(raw, "rms_norm_eps", source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layer_parts=traits.layer_parts,
         sliding_window=traits.sliding_window,
         eos_token_ids=_eos_ids(raw, generation),
+        latent=traits.latent,
+        experts=traits.experts,
+        num_native_heads=traits.num_native_heads,
     )
 
 
@@ -168,9 +196,9 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
     if not isinstance(values, Mapping):
         raise ValueError(f"{source}: {field}={values!r}; expected an object")
     if "rope_theta" in values:
-        theta = _number(values, "rope_theta", f"{source}: {field}")
+        theta = number(values, "rope_theta", f"{source}: {field}")
     else:
-        theta = _number({"rope_theta": 10000.0, **raw}, "rope_theta", source)
+        theta = number({"rope_theta": 10000.0, **raw}, "rope_theta", source)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise ValueError(
@@ -187,10 +215,10 @@ def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
     return RopeSpec(
         theta=theta,
         kind="llama3",
-        factor=_number(values, "factor", where),
-        low_freq_factor=_number(values, "low_freq_factor", where),
-        high_freq_factor=_number(values, "high_freq_factor", where),
-        original_max_position=_positive(values, "original_max_position_embeddings", where),
+        factor=number(values, "factor", where),
+        low_freq_factor=number(values, "low_freq_factor", where),
+        high_freq_factor=number(values, "high_freq_factor", where),
+        original_max_position=positive(values, "original_max_position_embeddings", where),
     )
 
 
@@ -198,11 +226,11 @@ def _parse_yarn(values: Mapping[str, Any], theta: float, where: str) -> RopeSpec
     """transformers' defaults where a key is missing or null."""
     stated = {key: value for key, value in values.items() if value is not None}
     optional = {
-        key: _number(stated, key, where)
+        key: number(stated, key, where)
         for key in ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
         if key in stated
     }
-    factor = _number(values, "factor", where)
+    factor = number(values, "factor", where)
     derived = yarn_attention_factor(
         factor, mscale=optional.get("mscale"), mscale_all_dim=optional.get("mscale_all_dim")
     )
@@ -210,7 +238,7 @@ def _parse_yarn(values: Mapping[str, Any], theta: float, where: str) -> RopeSpec
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_position=_positive(values, "original_max_position_embeddings", where),
+        original_max_position=positive(values, "original_max_position_embeddings", where),
         yarn=YarnSpec(
             attention_factor=optional.get("attention_factor", derived),
             beta_fast=optional.get("beta_fast", 32.0),
@@ -237,17 +265,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: expected an object, got {type(raw).__name__}")
     return raw
-
-
-def _positive(raw: Mapping[str, Any], name: str, source: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name}={value!r}; expected a positive integer")
-    return value
-
-
-def _number(raw: Mapping[str, Any], name: str, source: str) -> float:
-    value = raw.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{source}: {name}={value!r}; expected a positive number")
-    return float(value)

@@ -1,28 +1,39 @@
 """The families of targets that the runtime computes, by the name in ``architectures``.
 
-They are one dense decoder (:class:`runtime.models.llama.LlamaModel`); a family says which biases
-and norms its layers have, and how its configuration states them. Defaults of keys that are left out
-are those of transformers.
+They are one decoder (:class:`runtime.models.llama.LlamaModel`); a family says which biases and
+norms its layers have, which attention and MLP, and how its configuration states them. Defaults of
+keys that are left out are those of transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from runtime.layer_parts import PLAIN_LAYER, LayerParts
+from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts
+from runtime.models.fields import count, flag, only
+from runtime.models.sparse import (
+    read_deepseek_v2_experts,
+    read_deepseek_v3_experts,
+    read_latent,
+    read_qwen3_experts,
+)
 
 
 @dataclass(frozen=True)
 class Traits:
     """What a family's configuration says beyond sizes. ``sliding_window``: the most tokens that a
-    row attends to, itself included; ``None`` without a limit.
+    row attends to, itself included; ``None`` without a limit. ``latent``, ``experts`` and
+    ``num_native_heads`` as in :class:`runtime.models.config.ModelConfig`.
     """
 
     layer_parts: LayerParts
     sliding_window: int | None = None
+    latent: LatentSpec | None = None
+    experts: ExpertSpec | None = None
+    num_native_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,8 @@ def describe_supported() -> str:
 
 
 def _read_llama(raw: Mapping[str, Any], source: str) -> Traits:
-    bias = _flag(raw, "attention_bias", source)
-    return Traits(LayerParts(qkv_bias=bias, out_bias=bias, mlp_bias=_flag(raw, "mlp_bias", source)))
+    bias = flag(raw, "attention_bias", source)
+    return Traits(LayerParts(qkv_bias=bias, out_bias=bias, mlp_bias=flag(raw, "mlp_bias", source)))
 
 
 def _read_mistral(raw: Mapping[str, Any], source: str) -> Traits:
@@ -73,13 +84,35 @@ def _read_qwen2(raw: Mapping[str, Any], source: str) -> Traits:
 
 def _read_qwen3(raw: Mapping[str, Any], source: str) -> Traits:
     _refuse_windows(raw, source)
-    bias = _flag(raw, "attention_bias", source)
+    bias = flag(raw, "attention_bias", source)
     return Traits(LayerParts(qkv_bias=bias, out_bias=bias, qk_norm=True))
+
+
+def _read_qwen3_moe(raw: Mapping[str, Any], source: str) -> Traits:
+    return replace(_read_qwen3(raw, source), experts=read_qwen3_experts(raw, source))
+
+
+def _read_deepseek_v2(raw: Mapping[str, Any], source: str) -> Traits:
+    only(raw, "mlp_bias", source, supported=False)
+    return Traits(
+        PLAIN_LAYER,
+        latent=read_latent(raw, source),
+        experts=read_deepseek_v2_experts(raw, source),
+    )
+
+
+def _read_deepseek_v3(raw: Mapping[str, Any], source: str) -> Traits:
+    return Traits(
+        PLAIN_LAYER,
+        latent=read_latent(raw, source),
+        experts=read_deepseek_v3_experts(raw, source),
+        num_native_heads=count(raw, "num_nextn_predict_layers", source),
+    )
 
 
 def _refuse_windows(raw: Mapping[str, Any], source: str) -> None:
     """Qwen's windows are of some layers only."""
-    if _flag(raw, "use_sliding_window", source):
+    if flag(raw, "use_sliding_window", source):
         raise ValueError(
             f"{source}: use_sliding_window=true; supported: false (all layers attend to all tokens)"
         )
@@ -93,15 +126,6 @@ def _refuse_windows(raw: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _flag(raw: Mapping[str, Any], name: str, source: str) -> bool:
-    value = raw.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise ValueError(f"{source}: {name}={value!r}; expected true or false")
-    return value
-
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "LlamaForCausalLM": Family("Llama 2 to 3.3 and their kind", _read_llama),
@@ -109,6 +133,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", _read_qwen2, stated=("num_key_value_heads",)),
         "Qwen3ForCausalLM": Family(
             "Qwen3, dense", _read_qwen3, stated=("num_key_value_heads", "head_dim")
+        ),
+        "Qwen3MoeForCausalLM": Family(
+            "Qwen3, experts", _read_qwen3_moe, stated=("num_key_value_heads", "head_dim")
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            "DeepSeek-V2 and V2-Lite",
+            _read_deepseek_v2,
+            stated=("q_lora_rank", "n_shared_experts", "first_k_dense_replace"),
+        ),
+        "DeepseekV3ForCausalLM": Family(
+            "DeepSeek-V3 and R1",
+            _read_deepseek_v3,
+            stated=("q_lora_rank", "n_shared_experts", "first_k_dense_replace"),
         ),
     }
 )

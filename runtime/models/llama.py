@@ -1,6 +1,7 @@
-"""The dense decoder (MHA or GQA) of Llama, Mistral and Qwen over a paged cache.
+"""The decoder of Llama, Mistral, Qwen and DeepSeek over a paged cache.
 
-What differs between them is read by :mod:`runtime.models.families`.
+What differs between them is read by :mod:`runtime.models.families`; latent attention
+(:mod:`runtime.models.mla`) and experts (:mod:`runtime.moe`) are parts of their decoder blocks.
 
 ``forward`` returns ``g``, the hidden state *after* the final norm, and behind it what
 :meth:`LlamaModel.tapped` asks for; ``logits`` is the head alone. Draft heads share ``embed`` and
@@ -28,17 +29,20 @@ from runtime.layers import (
     DecoderBlock,
     RotaryEmbedding,
     TensorSource,
+    build_block,
     norm_weight,
     run_blocks,
 )
 from runtime.linear import LinearMaker
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
+from runtime.models.mla import LatentAttention
+from runtime.moe import ExpertMlp
 from runtime.ops import BlockOps
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
 from runtime.screened_linear import ScreenedLinear
-from runtime.sharding import share_block
+from runtime.sharding import share_layer
 from runtime.spec.shift import ShiftedInputs
 from runtime.verify import Verified
 
@@ -49,7 +53,8 @@ class LlamaModel(Model):
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
     more than the weights themselves. ``make_linear`` defaults to what
-    :func:`runtime.cpu.choose_linear` chooses without kernels.
+    :func:`runtime.cpu.choose_linear` chooses without kernels. Raises ``ValueError`` for latent
+    attention on several ranks or with a backend that has none.
     """
 
     backend: AttentionBackend
@@ -75,20 +80,20 @@ class LlamaModel(Model):
         self.vocab_size = config.vocab_size
         self.width = config.hidden_size
         self.make_linear = make_linear or choose_linear(dtype, device)
-        self._share = share_block(
-            config.block_shapes(),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            group=group,
-        )
+        if config.latent is not None and not backend.has_latent:
+            raise ValueError(
+                f"{type(backend).__name__} has no latent attention ({config.architecture}); use "
+                "runtime.attention=sdpa"
+            )
+        self.not_recorded = _not_recorded(config)
+        heads = share_layer(config, 0, group).heads
         self.block_shape = BlockShape(
-            num_heads=len(self._share.heads.query),
-            num_kv_heads=len(self._share.heads.kv),
+            num_heads=len(heads.query),
+            num_kv_heads=len(heads.kv),
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
         )
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, device=device)
+        self.rotary = RotaryEmbedding(config.rope, config.rotary_dim, device=device)
         self._plus_one = config.norm_form == "1+w"
         self.max_context = config.sliding_window
         self.vocabulary = vocabulary_of(config.vocab_size, group)
@@ -103,13 +108,15 @@ class LlamaModel(Model):
         )
 
     def new_pool(self, num_slots: int) -> KVPool:
+        latent = self.config.latent
         return KVPool(
             num_layers=self.config.num_layers,
             num_slots=num_slots,
-            num_kv_heads=self.block_shape.num_kv_heads,
-            head_dim=self.config.head_dim,
+            num_kv_heads=1 if latent else self.block_shape.num_kv_heads,
+            head_dim=latent.cache_width if latent else self.config.head_dim,
             dtype=self.dtype,
             device=self.device,
+            has_values=latent is None,
         )
 
     def embed(self, input_ids_N: torch.Tensor) -> torch.Tensor:
@@ -196,15 +203,46 @@ class LlamaModel(Model):
         def take_local(name: str) -> torch.Tensor:
             return take(prefix + name)
 
-        return DecoderBlock(
+        config, ops, make_linear = self.config, self.ops, self.make_linear
+        shapes = share_layer(config, index, self.group).shapes
+        attention, mlp = None, None
+        if config.latent is not None:
+            attention = LatentAttention(
+                config.latent,
+                config.num_heads,
+                take_local,
+                shapes,
+                ops=ops,
+                make_linear=make_linear,
+            )
+        if config.experts is not None and config.has_experts(index):
+            mlp = ExpertMlp(
+                config.experts,
+                take_local,
+                shapes,
+                ops=ops,
+                make_linear=make_linear,
+                group=self.group,
+            )
+        return build_block(
             self.block_shape,
             take_local,
-            self._share.shapes,
-            ops=self.ops,
-            make_linear=self.make_linear,
+            shapes,
+            ops=ops,
+            make_linear=make_linear,
             group=self.group,
             plus_one_norms=self._plus_one,
+            attention=attention,
+            mlp=mlp,
         )
+
+
+def _not_recorded(config: ModelConfig) -> str | None:
+    if config.latent is not None:
+        return "latent attention runs through SDPA, which is not recorded"
+    if config.experts is not None:
+        return "the host has to know which experts were chosen"
+    return None
 
 
 def check_layer_ids(layer_ids: Sequence[int], *, num_layers: int, field: str) -> None:

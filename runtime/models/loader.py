@@ -25,6 +25,7 @@ from runtime.cpu import choose_linear
 from runtime.cpu_kernels import MAX_GROUP
 from runtime.files import sha256_file, write_atomic
 from runtime.kernel_library import load_kernels
+from runtime.layer_parts import CORRECTION_BIAS
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
@@ -79,19 +80,26 @@ def load_target(
     cache_dir = cache_dir or default_cache_dir()
     directory = resolve_target(path, cache_dir=cache_dir)
     config = load_config(directory)
-    checkpoint = Checkpoint(directory, config.tensor_shapes(), tied=config.tie_word_embeddings)
+    checkpoint = Checkpoint.of(directory, config)
 
     group = group or SingleProcessGroup(device)
     shards = target_shards(config, group)
 
     def take(name: str) -> torch.Tensor:
-        return checkpoint.read(name, dtype=dtype, device=device, shard=shards.get(name))
+        own = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
+        return checkpoint.read(name, dtype=own, device=device, shard=shards.get(name))
 
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
-    if kernels is not None and config.num_heads // config.num_kv_heads > MAX_GROUP:
+    if (
+        kernels is not None
+        and not config.latent
+        and config.num_heads // config.num_kv_heads > MAX_GROUP
+    ):
         logger.warning("more than %d query heads per key head: no fused kernels", MAX_GROUP)
         kernels = None
-    if backend is None and device.type == "cuda":
+    if backend is None and config.latent is not None:
+        backend = _latent_backend(config, attention)
+    elif backend is None and device.type == "cuda":
         backend = choose_gpu_backend(
             attention, attention_kernel, device=device, dtype=dtype, head_dim=config.head_dim
         )
@@ -116,6 +124,15 @@ def load_target(
         fingerprint=fingerprint_target(directory, cache_dir=cache_dir),
         eos_token_ids=config.eos_token_ids,
     )
+
+
+def _latent_backend(config: ModelConfig, attention: AttentionChoice) -> AttentionBackend:
+    if attention == "flashinfer":
+        raise ValueError(
+            f"runtime.attention=flashinfer with latent attention ({config.architecture}): it is "
+            "computed by SDPA; use runtime.attention=sdpa or auto"
+        )
+    return SdpaBackend()
 
 
 def resolve_target(path: str | Path, *, cache_dir: Path) -> Path:
@@ -177,10 +194,31 @@ def weight_files(path: Path) -> list[Path]:
 class Checkpoint:
     """The tensors of a directory, checked against a strict list when opened, read one at a time.
 
-    With a tied head a stored ``lm_head.weight`` is allowed and must equal the embedding.
+    With a tied head a stored ``lm_head.weight`` is allowed and must equal the embedding. Tensors
+    whose names begin with one of ``unread`` are neither checked nor read.
     """
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
+    @classmethod
+    def of(cls, path: Path, config: ModelConfig) -> Checkpoint:
+        """The checkpoint of a target of this shape."""
+        return cls(
+            path,
+            config.tensor_shapes(),
+            tied=config.tie_word_embeddings,
+            unread=tuple(
+                f"model.layers.{config.num_layers + index}."
+                for index in range(config.num_native_heads)
+            ),
+        )
+
+    def __init__(
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        tied: bool,
+        unread: tuple[str, ...] = (),
+    ) -> None:
         self._file_of: dict[str, Path] = {}
         self._is_tied = tied
         found: dict[str, tuple[int, ...]] = {}
@@ -206,7 +244,8 @@ class Checkpoint:
                 )
         for name in found:
             is_tied_copy = tied and name == "lm_head.weight"
-            if name not in shapes and not is_tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            is_known = name in shapes or is_tied_copy or name.startswith(unread)
+            if not is_known and not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(f"target={path}: unexpected tensor {name}")
         if tied and "lm_head.weight" in found:
             self._check_tied(path)

@@ -32,12 +32,19 @@ class RunnerFactory:
         self._sizes = GraphSizes.up_to(config.max_running, dummy_page=config.num_pages)
 
     def make(self, model: Model) -> Runner:
-        """Raises ``ValueError`` for graphs of a model that is spread over ranks."""
+        """Raises ``ValueError`` for graphs of a model that is spread over ranks or that cannot be
+        recorded.
+        """
         config = self._config
         if config.cuda_graphs and model.group.world_size > 1:
             raise ValueError(
                 f"runtime.cuda_graphs=true with a model that is spread over "
                 f"{model.group.world_size} ranks: a graph records one process; use "
+                "runtime.cuda_graphs=false"
+            )
+        if config.cuda_graphs and model.not_recorded is not None:
+            raise ValueError(
+                f"runtime.cuda_graphs=true with such a model: {model.not_recorded}; use "
                 "runtime.cuda_graphs=false"
             )
         has_graphs = config.cuda_graphs and isinstance(model.backend, GraphAttention)

@@ -43,7 +43,7 @@ def swap_head_norms(head: MtpHead) -> None:
 
 def forget_biases(head: MtpHead) -> None:
     for block in head.blocks:
-        block.qkv._bias = block.fused = None
+        block.attention.qkv._bias = block.fused = None
 
 
 @pytest.mark.parametrize(

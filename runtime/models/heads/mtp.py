@@ -26,6 +26,7 @@ from runtime.layers import (
     DecoderBlock,
     RotaryEmbedding,
     TensorSource,
+    build_block,
     norm_weight,
     run_blocks,
 )
@@ -208,7 +209,7 @@ def _make_block(
         whole = take(prefix + name)
         return share.shards[name].cut(whole) if name in share.shards else whole
 
-    return DecoderBlock(
+    return build_block(
         BlockShape(
             num_heads=len(share.heads.query),
             num_kv_heads=len(share.heads.kv),

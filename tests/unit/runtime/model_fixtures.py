@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -19,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from runtime.batch import BatchMode, ForwardBatch
@@ -65,10 +71,40 @@ CLASSES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseekv2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseekv3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
 }
 OWN: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 12},  # heads wider than the residual stream
+    "qwen3moe": {
+        "head_dim": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "deepseekv2": {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseekv3": {
+        **_LATENT,
+        "q_lora_rank": 18,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
+    },
 }
 
 
@@ -90,6 +126,9 @@ def save_model(path: Path, family: str, *, seed: int = 0, **overrides: object) -
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(path)
     return model
 

@@ -12,7 +12,7 @@ from runtime.attention.cpu import CpuBackend
 from runtime.cpu_kernels import CpuKernels
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
-from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, run_blocks
+from runtime.layers import BlockShape, DecoderBlock, RotaryEmbedding, build_block, run_blocks
 from runtime.panel_linear import PanelLinear
 from runtime.parallel import SingleProcessGroup
 from tests.unit.runtime.model_fixtures import fused_kernels, make_batch, make_table
@@ -103,7 +103,7 @@ def make_block(
         values = torch.randn(shapes[name], generator=generator)
         return (values * 0.3 + ("norm" in name)).to(dtype)
 
-    return DecoderBlock(
+    return build_block(
         BlockShape(heads, kv_heads, head_dim, 1e-5),
         take,
         shapes,

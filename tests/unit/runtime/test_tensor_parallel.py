@@ -404,7 +404,8 @@ def test_an_aborted_request_and_a_failed_one_leave_the_team_usable(tmp_path: Pat
 
 def add_bias_everywhere(engine: Engine, group: ThreadGroup) -> None:
     for block in engine.target.blocks:  # type: ignore[attr-defined]
-        block.out.linear._bias = group.broadcast(block.out.linear._bias.clone())
+        out = block.attention.out.linear
+        out._bias = group.broadcast(out._bias.clone())
 
 
 def swap_vocabulary_parts(engine: Engine, group: ThreadGroup) -> None:
@@ -414,7 +415,7 @@ def swap_vocabulary_parts(engine: Engine, group: ThreadGroup) -> None:
 
 def keep_partial_sums(engine: Engine, group: ThreadGroup) -> None:
     for block in engine.target.blocks:  # type: ignore[attr-defined]
-        block.down = block.down.linear
+        block.mlp.down = block.mlp.down.linear
 
 
 def ignore_pages(engine: Engine, group: ThreadGroup) -> None:
@@ -425,7 +426,7 @@ def ignore_pages(engine: Engine, group: ThreadGroup) -> None:
 def forget_the_draft(engine: Engine, group: ThreadGroup) -> None:
     """Rank 1 adds nothing to the head's attention."""
     if not group.is_leader:
-        out = engine.schedule.head.blocks[0].out  # type: ignore[attr-defined]
+        out = engine.schedule.head.blocks[0].attention.out  # type: ignore[attr-defined]
         out.linear = PlainLinear(torch.zeros_like(out.dense_weight()))
 
 

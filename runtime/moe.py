@@ -1,0 +1,133 @@
+"""Mixtures of experts: a router that chooses experts for every row, and experts grouped over rows.
+
+Rows are sorted by expert, so that each expert that anybody chose is one product over its rows, and
+are put back before they are summed: what a row gets does not depend on the others of its batch.
+
+Shape legend: N rows, D model width, X experts, E experts chosen per row, Q groups of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from runtime.layer_parts import CORRECTION_BIAS, ExpertSpec
+from runtime.layers import GatedMlp, TensorSource
+from runtime.linear import LinearMaker
+from runtime.ops import BlockOps
+from runtime.parallel import ProcessGroup
+
+_LEAST_SUM = 1e-20  # added to sums that are divided by, as transformers does
+
+
+@dataclass(frozen=True)
+class Routing:
+    """``ids_NE`` int64: the experts of each row, best first; ``weights_NE`` float32: of their
+    outputs.
+    """
+
+    ids_NE: torch.Tensor
+    weights_NE: torch.Tensor
+
+
+class Router:
+    """Scores experts and chooses some, whole on every rank.
+
+    Softmax scores are those of Qwen3-MoE and DeepSeek-V2, with its group-limited choice; sigmoid
+    scores with a bias that enters the choice alone are DeepSeek-V3's (arXiv:2412.19437, 2.1.2).
+    ``bias_X`` is float32.
+    """
+
+    def __init__(
+        self, spec: ExpertSpec, weight_XD: torch.Tensor, bias_X: torch.Tensor | None
+    ) -> None:
+        self.spec = spec
+        self._weight = weight_XD.float() if spec.is_float32 else weight_XD
+        self._bias = bias_X
+
+    def __call__(self, x_ND: torch.Tensor) -> Routing:
+        spec = self.spec
+        logits_NX = F.linear(x_ND.to(self._weight.dtype), self._weight).float()
+        scores_NX = logits_NX.softmax(-1) if spec.scores == "softmax" else logits_NX.sigmoid()
+        ranked_NX = scores_NX if self._bias is None else scores_NX + self._bias
+        if spec.num_kept_groups < spec.num_groups:
+            ranked_NX = _keep_best_groups(ranked_NX, spec)
+        ids_NE = ranked_NX.topk(spec.num_chosen, dim=-1).indices
+        weights_NE = scores_NX.gather(1, ids_NE)
+        if spec.normalises:
+            weights_NE = weights_NE / (weights_NE.sum(-1, keepdim=True) + _LEAST_SUM)
+        return Routing(ids_NE, weights_NE * spec.scaling)
+
+
+class ExpertMlp:
+    """Router, experts and shared experts in the place of an MLP.
+
+    ``shapes``, ``take`` and ``group`` as in :func:`runtime.layers.build_block`: on several ranks
+    each holds some columns of every expert, and their sums are added up once. The bias that
+    ``take`` hands over is float32.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertSpec,
+        take: TensorSource,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        ops: BlockOps,
+        make_linear: LinearMaker,
+        group: ProcessGroup,
+    ) -> None:
+        def take_mlp(name: str) -> GatedMlp:
+            return GatedMlp(
+                take, shapes, ops=ops, make_linear=make_linear, group=group, prefix=f"mlp.{name}."
+            )
+
+        bias_X = take(CORRECTION_BIAS).float() if spec.has_bias else None
+        self.spec = spec
+        self.router = Router(spec, take("mlp.gate.weight"), bias_X)
+        self.experts = [take_mlp(f"experts.{index}") for index in range(spec.num_experts)]
+        self.shared = take_mlp("shared_experts") if spec.num_shared else None
+        self._group = group
+
+    def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
+        routing = self.router(x_ND)
+        num_chosen = self.spec.num_chosen
+        by_expert = routing.ids_NE.flatten().argsort(stable=True)
+        inputs = x_ND.index_select(0, by_expert // num_chosen)
+        counts = _counts_on_host(routing.ids_NE, self.spec.num_experts)
+        parts = [
+            _multiply(expert, rows)
+            for expert, rows in zip(self.experts, inputs.split(counts), strict=True)
+            if len(rows)
+        ]
+        outputs = torch.empty_like(inputs).index_copy_(0, by_expert, torch.cat(parts))
+        outputs_NED = outputs.unflatten(0, routing.ids_NE.shape)
+        weighted_NED = outputs_NED.float() * routing.weights_NE[..., None]
+        sum_ND = weighted_NED.sum(1).to(x_ND.dtype)
+        if self.shared is not None:
+            sum_ND += _multiply(self.shared, x_ND)
+        return self._group.all_reduce(sum_ND)
+
+
+def _multiply(expert: GatedMlp, x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the expert's output; the whole is a sum over ranks."""
+    return expert.down.linear(expert.partial(x))
+
+
+def _counts_on_host(ids_NE: torch.Tensor, num_experts: int) -> list[int]:
+    """Rows per expert. Waits for the device: the host has to know what to multiply."""
+    return ids_NE.flatten().bincount(minlength=num_experts).tolist()
+
+
+def _keep_best_groups(ranked_NX: torch.Tensor, spec: ExpertSpec) -> torch.Tensor:
+    """-inf for experts of all but the best groups. A group's score is that of its best expert, or
+    the sum of its two best.
+    """
+    ranked_NQX = ranked_NX.unflatten(1, (spec.num_groups, -1))
+    best = ranked_NQX.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
+    kept_NK = best.topk(spec.num_kept_groups, dim=-1).indices
+    is_left_out_NQ = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept_NK, value=False)
+    return ranked_NQX.masked_fill(is_left_out_NQ[..., None], float("-inf")).flatten(1)
