@@ -76,8 +76,8 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
     """Sizes of a target of shape ``model`` in ``dtype`` and of its head."""
     parameters = _count(model.tensor_shapes())
     width = model.hidden_size
-    kv_layer = 2 * model.kv_dim * dtype.itemsize
-    layers = config.head.num_layers
+    kv_target = model.kv_width * model.num_layers * dtype.itemsize
+    kv_head = 2 * model.kv_dim * config.head.num_layers * dtype.itemsize
     head_parameters = _count_head(config, model)
     slots = config.runtime.num_pages * config.runtime.page_size
     features = {
@@ -93,9 +93,9 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
         dtype=dtype,
         parameters=parameters,
         weights=parameters * dtype.itemsize,
-        kv_target=kv_layer * model.num_layers,
-        kv_head=kv_layer * layers,
-        kv_pool=kv_layer * (model.num_layers + layers) * slots,
+        kv_target=kv_target,
+        kv_head=kv_head,
+        kv_pool=(kv_target + kv_head) * slots,
         head_parameters=head_parameters,
         head_weights=head_parameters * dtype.itemsize,
         features=features,

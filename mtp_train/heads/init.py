@@ -59,8 +59,10 @@ def make_head_spec(
 ) -> HeadSpec:
     """The spec of a head for ``target``; everything but the user's choices is the target's.
 
-    ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over.
+    ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over. Raises
+    ``ValueError`` for a head with decoder layers that only a target can have.
     """
+    _check_plain_layers(config, target)
     parts = head_parts(config, target.layer_parts)
     if config.init == "last_layer" and parts != target.layer_parts:
         logger.warning(
@@ -94,6 +96,22 @@ def make_head_spec(
         **source_fields(config, num_layers=target.num_layers),
         draft_vocab=draft_vocab,
     )
+
+
+def _check_plain_layers(config: HeadConfig, target: ModelConfig) -> None:
+    """Heads have grouped-query attention and a dense MLP."""
+    kinds = {"latent attention": target.latent, "experts": target.experts}
+    has = " and ".join(kind for kind, spec in kinds.items() if spec is not None)
+    if has and config.kind == "mtp" and config.decoder == "target":
+        raise ValueError(
+            f"head.decoder=target: the decoder layers of {target.architecture} have {has}, a "
+            "head's cannot; use head.decoder=llama"
+        )
+    if has and config.init == "last_layer":
+        raise ValueError(
+            f"head.init=last_layer: the last layer of {target.architecture} has {has} and cannot "
+            "be copied into a head; use head.init=target_norm or random"
+        )
 
 
 def unknown_draft_vocab(size: int) -> DraftVocab | None:

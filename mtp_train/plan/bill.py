@@ -476,9 +476,11 @@ class _Planner:
                 "is not counted"
             )
         if not facts.is_runnable:
+            notes.append(f"{facts.architecture}: this build's runtime does not load such a target")
+        if not facts.has_plain_layers:
             notes.append(
-                f"{facts.architecture}: this build's runtime does not load such a target; the head "
-                "is a plain decoder layer of its width"
+                "the target has latent attention or experts; the head is a plain decoder layer of "
+                "its width (head.decoder=llama)"
             )
         if self.tensor_parallel > 1:
             notes.append(

@@ -1,6 +1,6 @@
 """What a plan needs of a target, from its ``config.json`` alone: weights, K/V, the head's shape.
 
-Counts more families than the runtime loads: a plan needs no weights. Facts of a few well-known
+Facts of a few well-known
 targets lie in ``known_targets.json``, as published in their ``config.json``.
 """
 
@@ -17,20 +17,23 @@ from typing import Any
 from mtp_train.config import HeadConfig
 from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, RopeSpec
-from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.layer_parts import LayerParts
 from runtime.models.config import ModelConfig
 from runtime.models.families import FAMILIES, read_traits
 
 KNOWN_TARGETS = Path(__file__).with_name("known_targets.json")
-_DENSE = MappingProxyType(
+_FAMILIES = MappingProxyType(
     {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
     }
 )
-MODEL_TYPES = (*_DENSE, "deepseek_v2")
+MODEL_TYPES = tuple(_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TargetFacts:
     head_kv_heads: int
     head_dim: int
     layer_parts: LayerParts  # of the target's layers; a head follows them
+    has_plain_layers: bool = True  # neither latent attention nor experts
 
     @property
     def is_runnable(self) -> bool:
@@ -96,45 +100,25 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         raise ValueError(
             f"{source}: quantization_config is set; plans are for unquantised targets only"
         )
-    width, heads = _whole(raw, "hidden_size", source), _whole(raw, "num_attention_heads", source)
-    kv_heads = _whole(raw, "num_key_value_heads", source, default=heads)
-    head_dim = _whole(raw, "head_dim", source, default=width // heads)
-    layers, vocab = _whole(raw, "num_hidden_layers", source), _whole(raw, "vocab_size", source)
-    inner = _whole(raw, "intermediate_size", source)
-    tied = bool(raw.get("tie_word_embeddings", False))
-    parts = PLAIN_LAYER
-    if family == "deepseek_v2":
-        blocks, active_blocks, kv_width = _deepseek_blocks(raw, source)
-    else:
-        parts = read_traits(_DENSE[family], raw, source=source).layer_parts
-        layer = layer_shapes(
-            hidden_size=width,
-            intermediate_size=inner,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            parts=parts,
-            inputs=width,
-        )
-        blocks = active_blocks = layers * _count(layer)
-        kv_width = 2 * kv_heads * head_dim
-    outside = vocab * width * (1 if tied else 2) + width
+    model = _read_shape(raw, architecture=_FAMILIES[family], source=source)
+    num_weights = _count(model.tensor_shapes())
     architectures = raw.get("architectures") or [f"{family} without architectures"]
     return TargetFacts(
         name=name,
         architecture=str(architectures[0]),
-        hidden_size=width,
-        num_layers=layers,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        num_weights=blocks + outside,
-        num_active_weights=active_blocks + outside,
-        kv_width=kv_width,
-        head_inner=inner,
-        head_heads=heads,
-        head_kv_heads=kv_heads,
-        head_dim=head_dim,
-        layer_parts=parts,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=model.tie_word_embeddings,
+        num_weights=num_weights,
+        num_active_weights=num_weights - _count_idle(model),
+        kv_width=model.kv_width,
+        head_inner=model.intermediate_size,
+        head_heads=model.num_heads,
+        head_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        layer_parts=model.layer_parts,
+        has_plain_layers=model.latent is None and model.experts is None,
     )
 
 
@@ -185,32 +169,40 @@ def count_weights(spec: HeadSpec) -> int:
     return _count({name: shape for name, shape in shapes.items() if name != DRAFT_VOCAB_NAME})
 
 
-def _deepseek_blocks(raw: Mapping[str, Any], source: str) -> tuple[int, int, int]:
-    """Weights of all layers, those that a token passes through, and K/V values per layer.
-
-    Latent attention and experts as in transformers' ``deepseek_v2``.
-    """
+def _read_shape(raw: Mapping[str, Any], *, architecture: str, source: str) -> ModelConfig:
+    """Sizes of the target; what does not matter to them is made up."""
+    traits = read_traits(architecture, raw, source=source)
     width, heads = _whole(raw, "hidden_size", source), _whole(raw, "num_attention_heads", source)
-    latent, rope = _whole(raw, "kv_lora_rank", source), _whole(raw, "qk_rope_head_dim", source)
-    nope, value = _whole(raw, "qk_nope_head_dim", source), _whole(raw, "v_head_dim", source)
-    q_dim = heads * (nope + rope)
-    q_latent = raw.get("q_lora_rank")
-    query = width * q_dim if q_latent is None else width * q_latent + q_latent * (1 + q_dim)
-    attention = query + width * (latent + rope) + latent
-    attention += latent * heads * (nope + value) + heads * value * width
-    expert = 3 * width * _whole(raw, "moe_intermediate_size", source)
-    routed, shared = _whole(raw, "n_routed_experts", source), raw.get("n_shared_experts") or 0
-    chosen, router = _whole(raw, "num_experts_per_tok", source), routed * width
-    layers, dense = _whole(raw, "num_hidden_layers", source), raw.get("first_k_dense_replace") or 0
-    every = _whole(raw, "moe_layer_freq", source, default=1)
-    with_experts = sum(1 for i in range(layers) if i >= dense and i % every == 0)
-    plain = layers * (attention + 2 * width)
-    plain += (layers - with_experts) * 3 * width * _whole(raw, "intermediate_size", source)
-    return (
-        plain + with_experts * (router + (routed + shared) * expert),
-        plain + with_experts * (router + (chosen + shared) * expert),
-        latent + rope,
+    has_latent = traits.latent is not None  # head_dim is then of its rotated part
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=width,
+        intermediate_size=_whole(raw, "intermediate_size", source),
+        num_layers=_whole(raw, "num_hidden_layers", source),
+        num_heads=heads,
+        num_kv_heads=_whole(raw, "num_key_value_heads", source, default=heads),
+        head_dim=width // heads
+        if has_latent
+        else _whole(raw, "head_dim", source, default=width // heads),
+        vocab_size=_whole(raw, "vocab_size", source),
+        max_position_embeddings=131072,
+        rope=RopeSpec(theta=10000.0),
+        norm_eps=1e-5,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        layer_parts=traits.layer_parts,
+        latent=traits.latent,
+        experts=traits.experts,
     )
+
+
+def _count_idle(model: ModelConfig) -> int:
+    """Weights of the experts that one token does not pass."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    layers = sum(map(model.has_experts, range(model.num_layers)))
+    idle = experts.num_experts - experts.num_chosen
+    return layers * idle * 3 * model.hidden_size * experts.inner
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -201,7 +201,7 @@ def _attend_group(
     _, num_heads, head_dim = q_NHC.shape
     num_kv_heads = keys.shape[1]
     repeat = num_heads // num_kv_heads
-    key = (q_len, *group.kv_lens)
+    key = (repeat, q_len, *group.kv_lens)
     if key not in masks:
         mask_BST = padded_causal_mask(q_len, group.kv_lens, dtype=q_NHC.dtype, device=q_NHC.device)
         masks[key] = (

@@ -72,6 +72,7 @@ def read_deepseek_v2_experts(raw: Mapping[str, Any], source: str) -> ExpertSpec:
     return _read_deepseek_experts(
         raw,
         source,
+        scaling=1.0,
         num_groups=positive(raw, "n_group", source) if is_limited else 1,
         num_kept_groups=positive(raw, "topk_group", source) if is_limited else 1,
     )
@@ -86,6 +87,7 @@ def read_deepseek_v3_experts(raw: Mapping[str, Any], source: str) -> ExpertSpec:
     return _read_deepseek_experts(
         raw,
         source,
+        scaling=2.5,
         scores="sigmoid",
         has_bias=True,
         num_groups=positive({"n_group": 8, **raw}, "n_group", source),
@@ -95,7 +97,9 @@ def read_deepseek_v3_experts(raw: Mapping[str, Any], source: str) -> ExpertSpec:
     )
 
 
-def _read_deepseek_experts(raw: Mapping[str, Any], source: str, **own: Any) -> ExpertSpec:
+def _read_deepseek_experts(
+    raw: Mapping[str, Any], source: str, *, scaling: float, **own: Any
+) -> ExpertSpec:
     only(raw, "moe_layer_freq", source, supported=1)
     layers = positive(raw, "num_hidden_layers", source)
     dense = count(raw, "first_k_dense_replace", source)
@@ -104,7 +108,7 @@ def _read_deepseek_experts(raw: Mapping[str, Any], source: str, **own: Any) -> E
         num_chosen=positive(raw, "num_experts_per_tok", source),
         inner=positive(raw, "moe_intermediate_size", source),
         num_shared=count(raw, "n_shared_experts", source),
-        scaling=number(raw, "routed_scaling_factor", source),
+        scaling=number({"routed_scaling_factor": scaling, **raw}, "routed_scaling_factor", source),
         is_float32=True,
         dense_layers=frozenset(range(min(dense, layers))),
         **own,

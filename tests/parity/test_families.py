@@ -33,12 +33,13 @@ def test_every_family_is_green(tmp_path: Path, family: str) -> None:
 
 def forget_head_norms(head: MtpHead) -> None:
     for block in head.blocks:
-        block.q_norm = block.k_norm = block.fused = None
+        block.attention.q_norm = block.attention.k_norm = block.fused = None
 
 
 def swap_head_norms(head: MtpHead) -> None:
     for block in head.blocks:
-        block.q_norm, block.k_norm, block.fused = block.k_norm, block.q_norm, None
+        attention, block.fused = block.attention, None
+        attention.q_norm, attention.k_norm = attention.k_norm, attention.q_norm
 
 
 def forget_biases(head: MtpHead) -> None:

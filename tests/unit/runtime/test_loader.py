@@ -148,7 +148,7 @@ def test_sharded_files_load_the_same_weights(tmp_path):
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     one, many = load(tmp_path / "one").model, load(tmp_path / "many").model
     for a, b in zip(one.blocks, many.blocks, strict=True):
-        assert torch.equal(a.gate_up.dense_weight(), b.gate_up.dense_weight())
+        assert torch.equal(a.mlp.gate_up.dense_weight(), b.mlp.gate_up.dense_weight())
     assert torch.equal(one.embedding_VD, many.embedding_VD)
     next((tmp_path / "many").glob("*-00002-*.safetensors")).unlink()
     with pytest.raises(ValueError, match=r"00002.* missing"):

@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "attention_bias": True,
     },
+    "qwen3_moe": {"family": "qwen3moe", "moe_intermediate_size": 10},
 }
 WIDTHS = (2, 4)
 
