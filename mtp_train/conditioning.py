@@ -107,6 +107,11 @@ def condition_target(
     if out.exists():
         raise ValueError(f"out={out}: exists; name a directory that does not")
     config = load_config(source)
+    if config.fp8_block is not None:
+        raise ValueError(
+            f"{source}: weights are stored in fp8 (quantization_config); reparametrise an "
+            "unquantised checkpoint"
+        )
     checkpoint = Checkpoint.of(source, config)
     diagonal_D = conditioning.diagonal(config.hidden_size)
     tensors = {name: checkpoint.read_stored(name) for name in config.tensor_shapes()}

@@ -111,9 +111,7 @@ def _measure(config: Config, facts: TargetFacts, group: ProcessGroup) -> Hardwar
                 for run in (small, large)
             )
         )
-    checkpoint = Checkpoint(
-        directory, model_config.tensor_shapes(), tied=model_config.tie_word_embeddings
-    )
+    checkpoint = Checkpoint.of(directory, model_config)
     _, lm_head = checkpoint.read_vocabulary(dtype=train_dtype, device=device)
     normaliser_s = _normaliser_seconds(lm_head, row_chunk=config.loss.row_chunk)
     del lm_head  # the target brings its own

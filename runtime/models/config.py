@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from runtime.head_spec import RopeSpec, YarnSpec
 from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts, layer_shapes
+from runtime.models.block_fp8 import BlockSize, read_block_size
 from runtime.models.families import FAMILIES, describe_supported, read_traits
 from runtime.models.fields import number, positive
 from runtime.rope import yarn_attention_factor
@@ -50,6 +51,7 @@ class ModelConfig:
     latent: LatentSpec | None = None  # None: grouped-query attention
     experts: ExpertSpec | None = None  # None: a dense MLP in every layer
     num_native_heads: int = 0  # decoder layers behind the last one, for drafts: not read
+    fp8_block: BlockSize | None = None  # weights are stored in fp8 with a scale per such block
 
     @property
     def q_dim(self) -> int:
@@ -136,10 +138,6 @@ def parse_config(
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"{source}: hidden_act={activation!r}; supported: 'silu'")
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            f"{source}: quantization_config is set; only unquantised checkpoints are supported"
-        )
     hidden_size = positive(raw, "hidden_size", source)
     num_heads = positive(raw, "num_attention_heads", source)
     num_kv_heads = (
@@ -182,6 +180,7 @@ def parse_config(
         latent=traits.latent,
         experts=traits.experts,
         num_native_heads=traits.num_native_heads,
+        fp8_block=read_block_size(raw, source),
     )
 
 

@@ -26,6 +26,7 @@ from runtime.cpu_kernels import MAX_GROUP
 from runtime.files import sha256_file, write_atomic
 from runtime.kernel_library import load_kernels
 from runtime.layer_parts import CORRECTION_BIAS
+from runtime.models.block_fp8 import SCALE_SUFFIX, BlockSize, dequantise, scale_shape
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
@@ -195,7 +196,8 @@ class Checkpoint:
     """The tensors of a directory, checked against a strict list when opened, read one at a time.
 
     With a tied head a stored ``lm_head.weight`` is allowed and must equal the embedding. Tensors
-    whose names begin with one of ``unread`` are neither checked nor read.
+    whose names begin with one of ``unread`` are neither checked nor read. With ``fp8_block``
+    weights may be stored in fp8, each with its scales (:mod:`runtime.models.block_fp8`).
     """
 
     @classmethod
@@ -209,6 +211,7 @@ class Checkpoint:
                 f"model.layers.{config.num_layers + index}."
                 for index in range(config.num_native_heads)
             ),
+            fp8_block=config.fp8_block,
         )
 
     def __init__(
@@ -218,7 +221,10 @@ class Checkpoint:
         *,
         tied: bool,
         unread: tuple[str, ...] = (),
+        fp8_block: BlockSize | None = None,
     ) -> None:
+        self._fp8_block = fp8_block
+        in_fp8: set[str] = set()
         self._file_of: dict[str, Path] = {}
         self._is_tied = tied
         found: dict[str, tuple[int, ...]] = {}
@@ -230,10 +236,22 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt") as handle:
                     for name in handle.keys():  # noqa: SIM118
-                        found[name] = tuple(handle.get_slice(name).get_shape())
+                        stored = handle.get_slice(name)
+                        found[name] = tuple(stored.get_shape())
+                        if stored.get_dtype().startswith("F8"):
+                            in_fp8.add(name)
                         self._file_of[name] = file
             except SafetensorError as error:
                 raise ValueError(f"{file}: damaged safetensors file ({error})") from error
+        scales: dict[str, tuple[int, ...]] = {}
+        for name in in_fp8 & shapes.keys():
+            if fp8_block is None or len(shapes[name]) != 2:
+                raise ValueError(
+                    f"target={path}: tensor {name} is stored in fp8; config.json has to say so "
+                    "(quantization_config with a weight_block_size), and only weights can be"
+                )
+            scales[name + SCALE_SUFFIX] = scale_shape(shapes[name], fp8_block)
+        shapes = {**shapes, **scales}
         for name, shape in shapes.items():
             if name not in found:
                 raise ValueError(f"target={path}: tensor {name} {list(shape)} is missing")
@@ -253,7 +271,13 @@ class Checkpoint:
     def read(
         self, name: str, *, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
     ) -> torch.Tensor:
-        """One tensor, or one rank's part of it, converted and moved; nothing stays mapped."""
+        """One tensor, or one rank's part of it, de-quantised, converted and moved; nothing stays
+        mapped.
+        """
+        if self._fp8_block is not None and name + SCALE_SUFFIX in self._file_of:
+            scale_PQ = self.read_stored(name + SCALE_SUFFIX)
+            whole = dequantise(self.read_stored(name), scale_PQ, self._fp8_block)
+            return (whole if shard is None else shard.cut(whole)).to(device=device, dtype=dtype)
         with safe_open(self._file_of[name], framework="pt") as handle:
             if shard is None:
                 return handle.get_tensor(name).to(device=device, dtype=dtype, copy=True)

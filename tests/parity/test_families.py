@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtp_train.validate import p1, p2, p4
+from runtime.layer_parts import PLAIN_LAYER
 from runtime.models.heads.mtp import MtpHead
 from tests.parity.test_mutants import (
     PROMPTS,
@@ -24,6 +25,18 @@ from tests.unit.validate.subjects import make_subject
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_every_family_is_green(tmp_path: Path, family: str) -> None:
     subject = make_subject(tmp_path, family=family)
+    assert climb_p0(subject).passed
+    assert p1.check(subject, SEQUENCES).passed
+    assert p2.check(subject, SEQUENCES, k=3).passed
+    assert climb_p3(subject).passed
+    assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "deepseekv2", "deepseekv3"])
+def test_experts_and_latent_attention_are_green_with_a_plain_head(
+    tmp_path: Path, family: str
+) -> None:
+    subject = make_subject(tmp_path, family=family, layer_parts=PLAIN_LAYER)
     assert climb_p0(subject).passed
     assert p1.check(subject, SEQUENCES).passed
     assert p2.check(subject, SEQUENCES, k=3).passed
