@@ -56,6 +56,7 @@ def main(names: list[str]) -> int:
         "spec_b1_hot_k3": lambda: spec.run(target, k=3, hot=True),
         "spec_b1_tree3": lambda: spec.run(target, k=1, tree_nodes=3),
         "spec_b1_hot_tree3": lambda: spec.run(target, k=1, tree_nodes=3, hot=True),
+        "spec_b1_hot_tree4": lambda: spec.run(target, k=2, tree_nodes=4, hot=True),
     }
     for backend, context in itertools.product(tree.BACKENDS, tree.CONTEXTS):
         benches[f"tree_{backend}_{context}"] = functools.partial(
