@@ -14,6 +14,7 @@ import torch
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 from runtime.spec.shift import ShiftedInputs
 from runtime.verify import Verified
+from runtime.verify_tree import VerifiedTree
 
 MOST_BEST, MOST_ROWS = 8, 4  # of best_outputs
 MAX_GROUP = 96  # query heads per key/value head that the attention kernel's tile holds
@@ -82,6 +83,9 @@ class CpuKernels(BlockOps):
         self._shift_chains = library.shift_chains
         self._shift_chains.argtypes = (_P, _P, _P, _L, _L, _P, _P)
         self._shift_chains.restype = None
+        self._walk_trees = library.walk_trees
+        self._walk_trees.argtypes = (_P, _P, _P, _L, _L, _L, _P, _P, _P, _P)
+        self._walk_trees.restype = None
 
     def has_products(self, dtype: torch.dtype) -> bool:
         """Whether :meth:`linear` and :meth:`run_blocks` are at home on this processor."""
@@ -195,6 +199,33 @@ class CpuKernels(BlockOps):
             end_rows_B.data_ptr(),
         )
         return ShiftedInputs(ids_N, end_rows_B)
+
+    def walk_tree(
+        self,
+        tokens_BR: torch.Tensor,
+        node_ids_BN: torch.Tensor,
+        parents_BN: torch.Tensor,
+        depth: int,
+    ) -> VerifiedTree:
+        given = [x.contiguous() for x in (tokens_BR, node_ids_BN, parents_BN)]
+        assert all(x.dtype is torch.int64 for x in given), "ids and rows are int64"
+        count, num_nodes = node_ids_BN.shape
+        assert tokens_BR.shape == (count, num_nodes + 1), "one token per row"
+        assert parents_BN.shape == (count, num_nodes), "one parent per node"
+        # One tensor each: tokens are broadcast over ranks in place.
+        ids_BE, tokens_BE, path_BE = (
+            torch.empty(count, depth + 1, dtype=torch.int64) for _ in range(3)
+        )
+        num_emitted_B = torch.empty(count, dtype=torch.int64)
+        results = (ids_BE, tokens_BE, path_BE, num_emitted_B)
+        self._walk_trees(
+            *(x.data_ptr() for x in given),
+            count,
+            num_nodes,
+            depth,
+            *(x.data_ptr() for x in results),
+        )
+        return VerifiedTree(*results, last_ids_B=tokens_BE[:, -1])
 
     def attend(
         self,

@@ -27,6 +27,7 @@ from runtime.fused_block import fuse_block
 from runtime.ops import NormWeight, RotaryAngles, TorchOps
 from runtime.panel_linear import PanelLinear
 from runtime.screened_linear import ScreenedLinear
+from runtime.verify_tree import walk_tree
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,10 @@ def _try_kernels(
     for ops, heads in ((kernels, normed), (reference, wanted)):
         ops.norm_heads(heads[:, 1:3], of_heads)
     yield normed, wanted
+    nodes, parents = torch.tensor([[2, 1, 6], [5, 4, 9]]), torch.tensor([[0, 0, 1], [0, 0, 2]])
+    rows = torch.tensor([[2, 6, 7, 8], [4, 1, 2, 9]])
+    walked = kernels.walk_tree(rows, nodes, parents, 2), walk_tree(rows, nodes, parents, 2)
+    yield walked[0].path_BE, walked[1].path_BE
     yield from _try_attention(kernels, dtype)
     if kernels.has_products(dtype):
         weight = torch.linspace(-0.3, 0.2, 37 * 40).view(37, 40).to(dtype)

@@ -84,6 +84,11 @@ void shift_chains(const int64_t* ids, const int64_t* last, const int64_t* emitte
   shift_inputs(ids, last, emitted, b, rows, shifted, ends);
 }
 
+void walk_trees(const int64_t* tokens, const int64_t* nodes, const int64_t* parents, long b, long n,
+                long depth, int64_t* ids, int64_t* drawn, int64_t* path, int64_t* emitted) {
+  walk_tree(tokens, nodes, parents, b, n, depth, ids, drawn, path, emitted);
+}
+
 // Whether `linear` and `blocks` are at home on this processor: wide vectors, and for bfloat16 its
 // products. Elsewhere the system's library is faster.
 int has_products_f32() {

@@ -158,6 +158,28 @@ inline void shift_inputs(const int64_t* ids, const int64_t* last, const int64_t*
   }
 }
 
+// Of each request the rows' tokens [b, n + 1] along the path from row 0 down through nodes [b, n] that
+// are the tokens: `drawn`, which repeats its last one, `ids` with -1 there, and the path's rows, past
+// its end row j itself; all [b, depth + 1].
+inline void walk_tree(const int64_t* tokens, const int64_t* nodes, const int64_t* parents, long b,
+                      long n, long depth, int64_t* ids, int64_t* drawn, int64_t* path,
+                      int64_t* emitted) {
+  for (; b > 0; b--, tokens += n + 1, nodes += n, parents += n) {
+    long row = 0, accepted = 0;
+    for (long j = 0; j <= depth; j++) {
+      const bool is_past = accepted < j;
+      *drawn++ = tokens[row];
+      *ids++ = is_past ? -1 : tokens[row];
+      *path++ = is_past ? j : row;
+      if (is_past) continue;
+      long node = 0;
+      while (node < n && !(parents[node] == row && nodes[node] == tokens[row])) node++;
+      if (node < n) row = node + 1, accepted++;
+    }
+    *emitted++ = accepted + 1;
+  }
+}
+
 template <class T>
 void argmax(const T* x, int64_t* ids, long n, long v) {
 #pragma omp parallel for if (n > 1 && n * v > kSerialElements)

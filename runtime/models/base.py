@@ -17,6 +17,7 @@ from runtime.parallel import ProcessGroup
 from runtime.sampling import best_tokens
 from runtime.spec.shift import ShiftedInputs, shift_inputs
 from runtime.verify import Verified, accept_chain
+from runtime.verify_tree import VerifiedTree, walk_tree
 
 
 class Model(ABC):
@@ -74,6 +75,16 @@ class Model(ABC):
     ) -> ShiftedInputs:
         """As :func:`runtime.spec.shift.shift_inputs`."""
         return shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
+
+    def walk_tree(
+        self,
+        tokens_BR: torch.Tensor,
+        node_ids_BN: torch.Tensor,
+        parents_BN: torch.Tensor,
+        depth: int,
+    ) -> VerifiedTree:
+        """As :func:`runtime.verify_tree.walk_tree`."""
+        return walk_tree(tokens_BR, node_ids_BN, parents_BN, depth)
 
 
 class DraftModel(Model):

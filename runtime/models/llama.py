@@ -45,6 +45,7 @@ from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import share_layer
 from runtime.spec.shift import ShiftedInputs
 from runtime.verify import Verified
+from runtime.verify_tree import VerifiedTree
 
 
 class LlamaModel(Model):
@@ -196,6 +197,15 @@ class LlamaModel(Model):
         self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
     ) -> ShiftedInputs:
         return self.ops.shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
+
+    def walk_tree(
+        self,
+        tokens_BR: torch.Tensor,
+        node_ids_BN: torch.Tensor,
+        parents_BN: torch.Tensor,
+        depth: int,
+    ) -> VerifiedTree:
+        return self.ops.walk_tree(tokens_BR, node_ids_BN, parents_BN, depth)
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."

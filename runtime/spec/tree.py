@@ -75,6 +75,7 @@ class TreeSchedule(MtpSchedule):
         )
         self._config = config
         self._growers: dict[int, Grower] = {}  # by depth: the model's length limit clips it
+        self._fixed_visible: dict[int, torch.Tensor] = {}  # bool [1, R, R]
 
     def grower(self, depth: int) -> Grower:
         if depth not in self._growers:
@@ -118,7 +119,7 @@ class TreeSchedule(MtpSchedule):
             prefix_lens=starts,
             positions_BS=starts_B[:, None] + _with_root(tree.depths_BN),
             input_ids_BS=ids_BR,
-            visible_BSJ=visible_rows(tree.parents_BN, depth),
+            visible_BSJ=self._visible(tree, depth, grower),
         )
         hidden_ND = self.target.forward(batch)
         logits_NV = self.target.model.logits(hidden_ND)
@@ -130,6 +131,7 @@ class TreeSchedule(MtpSchedule):
             self.sampling(works),
             starts_B + 1,
             depth=depth,
+            walk=self.target.model.walk_tree,
         )
         # The last ids are a view of the tokens.
         self.agree(verified.tokens_BE, verified.path_BE, verified.num_emitted_B)
@@ -164,6 +166,14 @@ class TreeSchedule(MtpSchedule):
         self._set_relay(rows_B, relay_BD[:, 0])
         self.transfer.mark("extend")
         return PendingStep(plan, handle, path_hidden_ND, draft_hidden_ND, extension.q_lens, True)
+
+    def _visible(self, tree: DraftTree, depth: int, grower: Grower) -> torch.Tensor:
+        """As :func:`visible_rows`; a fixed shape's are kept."""
+        if not grower.is_fixed:
+            return visible_rows(tree.parents_BN, depth)
+        if depth not in self._fixed_visible:
+            self._fixed_visible[depth] = visible_rows(tree.parents_BN[:1], depth)
+        return self._fixed_visible[depth].expand(len(tree.parents_BN), -1, -1)
 
     def propose_tree(
         self,

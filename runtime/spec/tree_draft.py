@@ -60,6 +60,7 @@ class Grower(ABC):
     num_nodes: int
     num_draft_rows: int  # of all levels together
     max_level_rows: int
+    is_fixed = False  # whether every tree has the same shape
 
     @abstractmethod
     def grow(
@@ -70,6 +71,8 @@ class Grower(ABC):
 
 class FixedGrower(Grower):
     """Every request gets the same shape, filled with the best columns of each state."""
+
+    is_fixed = True
 
     def __init__(self, shape: TreeShape, *, device: torch.device) -> None:
         self.shape = shape

@@ -12,7 +12,8 @@ from runtime.request import SamplingParams
 from runtime.sampling import SamplingTensors, Stream, sample, top_candidates
 from runtime.spec.tree_draft import DraftTree, DynamicGrower, FixedGrower, LevelRows
 from runtime.spec.tree_shape import fixed_tree, visible_rows
-from runtime.verify_tree import verify_tree
+from runtime.verify_tree import verify_tree, walk_tree
+from tests.unit.runtime.model_fixtures import fused_kernels
 from tests.unit.runtime.tree_reference import Path, slow_dynamic_tree, slow_fixed_tree
 
 CPU = torch.device("cpu")
@@ -226,3 +227,16 @@ def test_the_walk_follows_the_targets_own_draws(temperature: float) -> None:
         assert got.path_BE[b, count_b:].tolist() == list(range(count_b, depth + 1))
         assert got.tokens_BE[b, count_b:].tolist() == [tokens[-1]] * (depth + 1 - count_b)
     assert lengths == {1, 2, 3, 4}, "the trees of this seed do not show every length"
+
+
+def test_the_kernel_walks_as_torch_does() -> None:
+    generator = torch.Generator().manual_seed(5)
+    shape = fixed_tree(9, depth=3, rates=RATES)
+    parents = torch.tensor([shape.parents]).expand(300, -1)
+    ids = torch.randint(0, 3, (300, 9), generator=generator)
+    tokens = torch.randint(0, 3, (300, 10), generator=generator)
+    want = walk_tree(tokens, ids, parents, 3)
+    got = fused_kernels().walk_tree(tokens, ids, parents, 3)
+    for name in ("ids_BE", "tokens_BE", "path_BE", "num_emitted_B", "last_ids_B"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert set(want.num_emitted_B.tolist()) == {1, 2, 3, 4}
