@@ -13,11 +13,8 @@ import torch
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.ops import BlockOps, TorchOps
 from runtime.parallel import ProcessGroup
-from runtime.sampling import best_tokens
-from runtime.spec.shift import ShiftedInputs, shift_inputs
-from runtime.verify import Verified, accept_chain
-from runtime.verify_tree import VerifiedTree, walk_tree
 
 
 class Model(ABC):
@@ -31,6 +28,7 @@ class Model(ABC):
     device: torch.device
     dtype: torch.dtype
     vocab_size: int
+    ops: BlockOps = TorchOps()  # small operations, as the model's processor does them best
     width: int  # D of the states that ``logits`` reads and a head recycles
     layer_ids: tuple[int, ...] = ()  # k of the residual streams S_k that it gives or, a head, reads
     max_context: int | None = None  # tokens of a sequence that it is right for; None: no limit
@@ -64,27 +62,7 @@ class Model(ABC):
 
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         """Best tokens of rows of logits, int64 ``[M]``; the lowest id on a tie."""
-        return best_tokens(logits_MV)
-
-    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
-        """As :func:`runtime.verify.accept_chain`."""
-        return accept_chain(tokens_BK1, draft_ids_BK)
-
-    def shift_inputs(
-        self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
-    ) -> ShiftedInputs:
-        """As :func:`runtime.spec.shift.shift_inputs`."""
-        return shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
-
-    def walk_tree(
-        self,
-        tokens_BR: torch.Tensor,
-        node_ids_BN: torch.Tensor,
-        parents_BN: torch.Tensor,
-        depth: int,
-    ) -> VerifiedTree:
-        """As :func:`runtime.verify_tree.walk_tree`."""
-        return walk_tree(tokens_BR, node_ids_BN, parents_BN, depth)
+        return self.ops.argmax(logits_MV)
 
 
 class DraftModel(Model):

@@ -43,9 +43,6 @@ from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
 from runtime.screened_linear import ScreenedLinear
 from runtime.sharding import share_layer
-from runtime.spec.shift import ShiftedInputs
-from runtime.verify import Verified
-from runtime.verify_tree import VerifiedTree
 
 
 class LlamaModel(Model):
@@ -186,26 +183,6 @@ class LlamaModel(Model):
         at the first draft that does.
         """
         return ScreenedLinear.of(self.lm_head) if self.group.world_size == 1 else None
-
-    def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
-        return self.ops.argmax(logits_MV)
-
-    def accept_chain(self, tokens_BK1: torch.Tensor, draft_ids_BK: torch.Tensor) -> Verified:
-        return self.ops.accept_chain(tokens_BK1, draft_ids_BK)
-
-    def shift_inputs(
-        self, ids_BK1: torch.Tensor, last_ids_B: torch.Tensor, num_emitted_B: torch.Tensor
-    ) -> ShiftedInputs:
-        return self.ops.shift_inputs(ids_BK1, last_ids_B, num_emitted_B)
-
-    def walk_tree(
-        self,
-        tokens_BR: torch.Tensor,
-        node_ids_BN: torch.Tensor,
-        parents_BN: torch.Tensor,
-        depth: int,
-    ) -> VerifiedTree:
-        return self.ops.walk_tree(tokens_BR, node_ids_BN, parents_BN, depth)
 
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."

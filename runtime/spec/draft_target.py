@@ -143,7 +143,7 @@ class DraftTargetSchedule(PlainSchedule):
                 sampling,
                 upload_ids([work.start + 1 for work in works], self.device),
                 draft_probs_BKV=draft_probs_BKV,
-                accept=self.target.model.accept_chain,
+                accept=self.target.model.ops.accept_chain,
             )
             last_ids_B = verified.last_ids_B
             handle = self.transfer.enqueue(verified.ids_BK1, verified.num_emitted_B, ids_BK1[:, 1:])

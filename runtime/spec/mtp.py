@@ -112,7 +112,7 @@ class MtpSchedule(PlainSchedule):
             sampling,
             upload_ids([start + 1 for start in starts], self.device),
             draft_probs_BKV=draft_probs_BKV,
-            accept=self.target.model.accept_chain,
+            accept=self.target.model.ops.accept_chain,
         )
         self.agree(verified.last_ids_B, verified.num_emitted_B)
         self.last_ids_R.index_copy_(0, rows_B, verified.last_ids_B)
@@ -132,7 +132,7 @@ class MtpSchedule(PlainSchedule):
         hidden_ND: torch.Tensor,
     ) -> torch.Tensor:
         """The head over all of the target's rows, accepted or not; nothing asks which they are."""
-        shifted = self.target.model.shift_inputs(
+        shifted = self.target.model.ops.shift_inputs(
             ids_BK1, verified.last_ids_B, verified.num_emitted_B
         )
         draft_hidden_ND = self.run_draft(batch, shifted.ids_N, hidden_ND)

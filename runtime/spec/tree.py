@@ -131,7 +131,7 @@ class TreeSchedule(MtpSchedule):
             self.sampling(works),
             starts_B + 1,
             depth=depth,
-            walk=self.target.model.walk_tree,
+            walk=self.target.model.ops.walk_tree,
         )
         # The last ids are a view of the tokens.
         self.agree(verified.tokens_BE, verified.path_BE, verified.num_emitted_B)

@@ -282,7 +282,7 @@ def test_mutants_of_the_shift_keep_the_output_and_fail_the_recompute(
 ) -> None:
     requests = make_requests(4, ignore_eos=True)
     want = [g.output_ids for g in make_engine(target).generate(requests)]
-    monkeypatch.setattr(target.model, "shift_inputs", mutant)
+    monkeypatch.setattr(target.model.ops, "shift_inputs", mutant)
 
     def build() -> Engine:
         return make_engine(target, random_head(target), num_draft_tokens=1)
