@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mtp_train.errors import StageRefusedError
 from runtime.parallel import (
     DEFAULT_TIMEOUT_S,
     ProcessGroup,
@@ -27,12 +30,13 @@ __all__ = [
     "SingleProcessGroup",
     "TorchProcessGroup",
     "init_process_group",
+    "run_alone",
     "run_on_leader",
-    "without_launcher",
 ]
 
 T = TypeVar("T")
 Backend = Literal["auto", "gloo", "nccl"]
+_ERROR_CHARACTERS = 2000  # of what a process said last
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -102,6 +106,21 @@ def run_on_leader(group: ProcessGroup, function: Callable[[], T]) -> T:
     return result
 
 
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that a rank starts and that is no rank itself."""
-    return {name: value for name, value in environment.items() if name not in _LAUNCHER_VARIABLES}
+def run_alone(module: str, *arguments: str, work: str) -> None:
+    """``python -m module`` in a process that is no rank, whoever starts it; waits for its end.
+
+    Raises :class:`StageRefusedError` with the process's last words where ``work`` failed.
+    """
+    environment = {n: value for n, value in os.environ.items() if n not in _LAUNCHER_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise StageRefusedError(
+            f"{work} failed in its process (exit {done.returncode}): "
+            f"{done.stderr[-_ERROR_CHARACTERS:].strip()}"
+        )

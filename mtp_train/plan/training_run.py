@@ -9,9 +9,7 @@ depend on how many shapes there are.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,8 +21,7 @@ import torch
 from data_prep.token_set import FINGERPRINT_FILE, VERSION, TokenRow, TokenSetWriter, write_json
 from mtp_train import resident
 from mtp_train.config import Config, RunConfig, TrainerConfig
-from mtp_train.distributed import init_process_group, without_launcher
-from mtp_train.errors import StageRefusedError
+from mtp_train.distributed import init_process_group, run_alone
 from mtp_train.events import read_events
 from mtp_train.features.manifest import Fingerprint
 from mtp_train.features.target import cache_directory, target_directory
@@ -40,7 +37,6 @@ _RESULT_NAME = "peak.json"
 _SETTINGS_NAME = "settings.yaml"
 _WARM_STEPS = 3
 _ROW_SPREAD = 0.5  # lengths lie within this share of the asked-for one
-_ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
@@ -85,18 +81,7 @@ def measure_training(
         )
         _write_inputs(settings, facts, rows, num_tokens=num_tokens * num_steps)
         (root / _SETTINGS_NAME).write_text(dump_config(settings))
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE, folder],
-            env=without_launcher(os.environ),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise StageRefusedError(
-                f"the calibration's training failed in its process (exit {done.returncode}): "
-                f"{done.stderr[-_ERROR_CHARACTERS:].strip()}"
-            )
+        run_alone(_MODULE, folder, work="the calibration's training")
         steps = list(read_events(root / "calibration" / "events.jsonl", event="step"))
         peak = json.loads((root / _RESULT_NAME).read_text())["peak_bytes"]
     steps = steps[_WARM_STEPS:]

@@ -12,9 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -27,10 +25,9 @@ from mtp_train.config import Config
 from mtp_train.distributed import (
     ProcessGroup,
     init_process_group,
+    run_alone,
     run_on_leader,
-    without_launcher,
 )
-from mtp_train.errors import StageRefusedError
 from mtp_train.run_dir import RunDirectory, write_json_atomic
 from mtp_train.validate.in_training import ValidationResult, build_validator
 from runtime.head_spec import HeadSpec, load_head, save_head
@@ -38,7 +35,6 @@ from runtime.head_spec import HeadSpec, load_head, save_head
 _MODULE = "mtp_train.validate.in_subprocess"
 _RESULT_NAME = "validation.json"
 _CONFIG_NAME = "settings.yaml"
-_ERROR_CHARACTERS = 2000
 
 
 class SubprocessValidator:
@@ -65,18 +61,7 @@ class SubprocessValidator:
         try:
             save_head(place, spec, tensors)
             (place / _CONFIG_NAME).write_text(dump_config(self._config))
-            done = subprocess.run(
-                [sys.executable, "-m", _MODULE, str(place), str(step)],
-                env=without_launcher(os.environ),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise StageRefusedError(
-                    f"validation of step {step} failed in its process (exit {done.returncode}): "
-                    f"{done.stderr[-_ERROR_CHARACTERS:].strip()}"
-                )
+            run_alone(_MODULE, str(place), str(step), work=f"validation of step {step}")
             return _read_result(place / _RESULT_NAME)
         finally:
             shutil.rmtree(place, ignore_errors=True)
