@@ -202,6 +202,7 @@ class ExportConfig:
     draft_vocab: Literal["refuse", "drop"] = "refuse"
     unvalidated: bool = False  # allow a head without a passing parity.json of exactly its weights
     max_length: int = 0  # tokens of a sequence that the directory allows; 0 = the target's
+    max_file_gb: float = 5.0  # larger weights are split into shards with an index; 0: one file
     read_back: bool = True  # load what was written into the runtime and compare
     check: str = ""  # check this directory instead of writing one
 

@@ -16,9 +16,9 @@ def run_fingerprints(config: Config) -> dict[str, str]:
     Raises ``ValueError`` when the target is missing or a record is damaged.
     """
     from data_prep.token_set import read_fingerprint
+    from mtp_train.export.weights import hash_files
     from mtp_train.features.manifest import MANIFEST_NAME, load_manifest
     from mtp_train.features.target import cache_directory, target_directory
-    from mtp_train.validate.subject import hash_head
     from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME
     from runtime.models.loader import fingerprint_target
 
@@ -35,5 +35,5 @@ def run_fingerprints(config: Config) -> dict[str, str]:
             manifest = load_manifest(run.features / split)
             found[f"features_{split}"] = manifest.fingerprint.digest()
     if all((run.head / name).is_file() for name in (CONFIG_NAME, WEIGHTS_NAME)):
-        found |= {f"head_{name}": digest for name, digest in hash_head(run.head).items()}
+        found |= {f"head_{name}": digest for name, digest in hash_files(run.head).items()}
     return found

@@ -71,6 +71,7 @@ RANGES: tuple[Rule, ...] = (
             "loss.lk_eta",
             "loss.vocab_chunk",
             "export.max_length",
+            "export.max_file_gb",
             "report.max_samples",
             "trainer.max_steps",
             "trainer.max_tokens",

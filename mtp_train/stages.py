@@ -238,7 +238,7 @@ def run_export(config: Config) -> int:
             num_bytes=report.num_bytes,
             is_validated=report.record.is_validated,
             read_back=outcome.read_back,
-            files=report.record.own_sha256,
+            files=report.record.files_sha256,
         )
         scope.console.print(stage.describe(outcome, config), markup=False, soft_wrap=True)
     return 0

@@ -74,7 +74,14 @@ def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
         layout, target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1)
     )
     reserved = ", ".join(f"`{part}`" for part in layout.reserved_in_paths)
-    return f"""# Draft head in the {layout.title} layout
+    return f"""---
+pipeline_tag: text-generation
+tags:
+- speculative-decoding
+- draft-head
+- {layout.name}
+---
+# Draft head in the {layout.title} layout
 
 For speculative decoding with one target model, and with no other: the one whose weights have the
 fingerprint `{spec.target_fingerprint}`. Width {spec.hidden_size}, {spec.num_heads} query and \
@@ -91,6 +98,14 @@ contain {reserved}.
 ## Measured
 
 {_measured(record, parity)}
+
+## Quantised targets
+
+The weights here are {record.dtype} and not quantised. A quantised copy of the target is another
+model: its hidden states are not those that this head was trained on, its fingerprint is another,
+and nothing above was measured on it. Before serving both, measure the head on it (`mtp validate`
+with its directory as `target.path`); train on its features if that costs tokens per step; keep the
+head itself out of the engine's quantisation.
 
 ## Check
 
@@ -121,7 +136,7 @@ def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
             "The head was trained for a draft vocabulary, which this layout cannot carry: it was "
             "left out.\nAcceptance has to be measured again on this directory (see Check)."
         )
-        if parity.get("head_sha256") != record.own_sha256:
+        if parity.get("head_sha256") != record.files_sha256:
             return warning
     if not parity:
         return "Nothing: this head was exported without validation."
@@ -133,7 +148,7 @@ def _measured(record: ExportRecord, parity: Mapping[str, Any]) -> str:
 
 
 def _subject(record: ExportRecord, parity: Mapping[str, Any]) -> str:
-    if parity.get("head_sha256") == record.own_sha256:
+    if parity.get("head_sha256") == record.files_sha256:
         return "this directory"
     return "the native head that this directory was made of"
 

@@ -15,6 +15,7 @@ import torch
 from mtp_train.export.layouts import Layout
 from mtp_train.export.layouts.base import TARGET_EMBEDDING, TARGET_LM_HEAD, check_config
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
+from mtp_train.export.weights import read_weights
 from mtp_train.run_dir import read_json
 from runtime.files import sha256_file
 from runtime.head_spec import (
@@ -23,7 +24,6 @@ from runtime.head_spec import (
     HeadSpec,
     check_tensor_list,
     load_head,
-    read_tensors,
 )
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.loader import Checkpoint, default_cache_dir, fingerprint_target
@@ -131,7 +131,7 @@ def read_copies(layout: Layout, target_dir: Path, target: ModelConfig) -> dict[s
 
 
 def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor]]:
-    for name in (EXPORT_NAME, CONFIG_NAME, WEIGHTS_NAME):
+    for name in (EXPORT_NAME, CONFIG_NAME):
         if not (directory / name).is_file():
             raise ValueError(
                 f"export={directory}: {name} is missing; expected a directory written by mtp export"
@@ -141,9 +141,11 @@ def _read_checked(directory: Path) -> tuple[ExportRecord, dict[str, torch.Tensor
     config_file = directory / CONFIG_NAME
     expected = record.layout.config(record.head, record.target_facts)
     check_config(read_json(config_file), expected, source=str(config_file))
-    written = read_tensors(directory / WEIGHTS_NAME)
+    written = read_weights(directory)
     check_tensors(record, written, source=str(directory / WEIGHTS_NAME))
-    for name, digest in record.own_sha256.items():
+    for name, digest in record.files_sha256.items():
+        if not (directory / name).is_file():
+            raise ValueError(f"export={directory}: {name} is missing; it was written")
         if sha256_file(directory / name) != digest:
             raise ValueError(f"{directory / name}: is not the file that was written (sha256)")
     return record, written

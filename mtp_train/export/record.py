@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,11 +15,10 @@ from mtp_train.config import ExportFormat
 from mtp_train.export.layouts import LAYOUTS, Layout
 from mtp_train.export.layouts.base import TargetFacts
 from mtp_train.run_dir import read_json, write_json_atomic
-from runtime.files import sha256_file
 from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
 
 EXPORT_NAME = "export.json"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,7 @@ class ExportRecord:
     target_name: str  # its directory as it was named; empty in older records
     is_validated: bool  # a passing parity.json of exactly this head was there
     dropped_draft_vocab: bool
-    config_sha256: str
-    weights_sha256: str
+    files_sha256: Mapping[str, str]  # of the configuration and the weights, named as in parity.json
     tensors: Mapping[str, str]  # name -> sha256 of shape, dtype and values
     commands: Mapping[str, str]
     version: int = RECORD_VERSION
@@ -50,18 +49,13 @@ class ExportRecord:
     def target_facts(self) -> TargetFacts:
         return TargetFacts(self.num_target_layers, self.dtype, self.target_name)
 
-    @property
-    def own_sha256(self) -> dict[str, str]:
-        """Hashes of the directory's own files, named as in ``parity.json``."""
-        return {CONFIG_NAME: self.config_sha256, WEIGHTS_NAME: self.weights_sha256}
-
     def write(self, file: Path) -> None:
         write_json_atomic(file, asdict(self))
 
     @classmethod
     def read(cls, file: Path) -> ExportRecord:
         """Strict. Raises ``ValueError`` naming the file and the key."""
-        raw = {"target_name": ""} | read_json(file)
+        raw = {"target_name": ""} | _upgrade(read_json(file))
         known = [field.name for field in fields(cls)]
         for name in known:
             if name not in raw:
@@ -71,7 +65,7 @@ class ExportRecord:
                 raise ValueError(f"{file}: {name} is unknown; allowed: {', '.join(known)}")
         if raw["version"] != RECORD_VERSION:
             raise ValueError(
-                f"{file}: version={raw['version']!r}, this build reads version {RECORD_VERSION}"
+                f"{file}: version={raw['version']!r}, this build reads up to {RECORD_VERSION}"
             )
         if raw["format"] not in LAYOUTS:
             raise ValueError(f"{file}: format={raw['format']!r}; supported: {', '.join(LAYOUTS)}")
@@ -87,6 +81,10 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def hash_files(directory: Path) -> dict[str, str]:
-    """sha256 (hex) of the configuration and the weights of a directory, by name."""
-    return {name: sha256_file(directory / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
+def _upgrade(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Version 1 knew one file of weights."""
+    old = dict(raw)
+    if old.get("version") != 1 or "config_sha256" not in old or "weights_sha256" not in old:
+        return old
+    hashes = {CONFIG_NAME: old.pop("config_sha256"), WEIGHTS_NAME: old.pop("weights_sha256")}
+    return old | {"files_sha256": hashes, "version": RECORD_VERSION}

@@ -18,7 +18,7 @@ from mtp_train.distributed import ProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.export.commands import serving_commands
 from mtp_train.export.reader import check_export
-from mtp_train.export.record import hash_files
+from mtp_train.export.weights import hash_files
 from mtp_train.export.writer import ExportReport, write_export
 from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.run_dir import PARITY_NAME, RunDirectory, StageRecord, read_json
@@ -91,10 +91,11 @@ def run(config: Config, *, group: ProcessGroup) -> ExportOutcome:
         draft_vocab=config.export.draft_vocab,
         unvalidated=config.export.unvalidated,
         max_length=config.export.max_length,
+        max_file_bytes=int(config.export.max_file_gb * 1e9),
         cache_dir=cache_dir,
         verify=verify if config.export.read_back else None,
     )
-    record.finish(report.record.own_sha256)
+    record.finish(report.record.files_sha256)
     _warn_beyond_trained(report)
     return ExportOutcome(out_dir, report, seen[0] if seen else None)
 
@@ -126,6 +127,7 @@ def export_inputs(
         "draft_vocab": config.export.draft_vocab,
         "unvalidated": config.export.unvalidated,
         "max_length": config.export.max_length,
+        "max_file_gb": config.export.max_file_gb,
         "read_back": config.export.read_back,
     }
 

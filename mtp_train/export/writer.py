@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from safetensors.torch import save_file
-
 from mtp_train.config import ExportFormat
 from mtp_train.export.commands import refresh_readme, serving_commands
 from mtp_train.export.layouts import find_layout
 from mtp_train.export.layouts.base import TargetFacts
 from mtp_train.export.reader import check_export, check_target, is_export, read_copies
-from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_files, hash_tensor
+from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
+from mtp_train.export.weights import hash_files, write_weights
 from mtp_train.run_dir import PARITY_NAME, read_json, write_json_atomic
 from runtime.files import STAGED_PREFIX, sync_path
-from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, load_head
+from runtime.head_spec import CONFIG_NAME, load_head
 from runtime.models.config import load_config
 
 
@@ -43,6 +42,7 @@ def write_export(
     draft_vocab: Literal["refuse", "drop"] = "refuse",
     unvalidated: bool = False,
     max_length: int = 0,
+    max_file_bytes: int = 0,
     cache_dir: Path | None = None,
     verify: Callable[[Path], object] | None = None,
 ) -> ExportReport:
@@ -50,7 +50,8 @@ def write_export(
 
     ``target_dir`` is the target's Hugging Face directory. ``unvalidated``: go on without a passing
     ``parity.json`` of exactly these weights beside the head. ``max_length``: tokens of a sequence
-    that the configuration allows, at most the target's; 0 is the target's. ``verify`` is called
+    that the configuration allows, at most the target's; 0 is the target's. ``max_file_bytes``:
+    weights beyond that are split into shards with an index; 0 is one file. ``verify`` is called
     with the finished directory, which has a temporary name beside ``out_dir``, before it takes its
     place; what it raises is raised here, and nothing is left behind. Raises ``ValueError`` for a
     head that the format cannot carry, that belongs to another target, or that has not been
@@ -82,12 +83,7 @@ def write_export(
     try:
         staged.chmod(0o755)
         write_json_atomic(staged / CONFIG_NAME, layout.config(spec, facts))
-        # One entry only: safetensors writes several in random order, and equal heads must hash
-        # equal.
-        save_file(written, staged / WEIGHTS_NAME, metadata={"format": "pt"})
-        (staged / WEIGHTS_NAME).chmod(0o644)  # safetensors writes for its owner alone
-        sync_path(staged / WEIGHTS_NAME)
-        own = hash_files(staged)
+        write_weights(staged, written, max_file_bytes=max_file_bytes)
         record = ExportRecord(
             format=format,
             head=spec,
@@ -97,8 +93,7 @@ def write_export(
             target_name=facts.name,
             is_validated=is_validated,
             dropped_draft_vocab=layout.drops_draft_vocab(spec),
-            config_sha256=own[CONFIG_NAME],
-            weights_sha256=own[WEIGHTS_NAME],
+            files_sha256=hash_files(staged),
             tensors={name: hash_tensor(tensor) for name, tensor in written.items()},
             commands=serving_commands(
                 layout, target="TARGET", head="HEAD", k="K", k_plus_one="K+1"

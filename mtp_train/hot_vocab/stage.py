@@ -13,12 +13,13 @@ from data_prep.token_set import load_token_set
 from mtp_train.answer_tokens import count_answer_tokens, train_rows
 from mtp_train.config import Config
 from mtp_train.export.engines import servable_by
+from mtp_train.export.weights import hash_files
 from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.hot_vocab.compare import WHOLE, Row, emitted_share, measure_sizes, time_sizes
 from mtp_train.hot_vocab.lists import make_lists, write_heads
 from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
 from mtp_train.validate.prompt_sets import draft_lengths, load_prompt_sets
-from mtp_train.validate.subject import Subject, hash_head, open_subject
+from mtp_train.validate.subject import Subject, open_subject
 from runtime.cpu import set_threads
 from runtime.models.loader import fingerprint_target
 from runtime.seeds import derive_seed
@@ -138,7 +139,7 @@ def _inputs(
     names = ("k", "max_tokens", "temperature", "sets", "max_prompts")
     validate = asdict(replace(config.validate, sets=config.validate.sets[:1]))
     return {
-        "head": hash_head(run_dir.head),
+        "head": hash_files(run_dir.head),
         "target": fingerprint_target(
             target_directory(config.target), cache_dir=cache_directory(config.target)
         ),

@@ -177,7 +177,7 @@ class Preflight:
             True,
             f"{len(record.tensors)} tensors, equal to the head",
             "every tensor, every key; P2",
-            figures={"files": record.own_sha256},
+            figures={"files": record.files_sha256},
         )
 
     def check_exported_head(self) -> Judgement:

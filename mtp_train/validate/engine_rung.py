@@ -19,6 +19,7 @@ from data_prep.evaluation import evaluation_prompts
 from mtp_train.config import Config
 from mtp_train.export.reader import check_export, is_export
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
+from mtp_train.export.weights import hash_files
 from mtp_train.features.target import (
     cache_directory,
     load_tokenizer,
@@ -31,7 +32,7 @@ from mtp_train.validate import p6
 from mtp_train.validate.output import add_rung, stored_rung
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.served import Serve, decode_ours, our_counts, serve_and_compare
-from mtp_train.validate.subject import Subject, hash_head, open_subject
+from mtp_train.validate.subject import Subject, open_subject
 from runtime.cpu import set_threads
 from runtime.request import Generation
 from runtime.seeds import derive_seed
@@ -75,7 +76,7 @@ def exported_head(config: Config) -> Path:
                 f"P6 serves the exported head, and {directory} is none: run {remedy} first "
                 "(it wants a validated head: P0 to P5 come before it)"
             )
-        if dict(ExportRecord.read(directory / EXPORT_NAME).head_sha256) != hash_head(run.head):
+        if dict(ExportRecord.read(directory / EXPORT_NAME).head_sha256) != hash_files(run.head):
             raise ValueError(f"{directory} was made of another head than {run.head}: run {remedy}")
     check_export(
         directory,
@@ -190,7 +191,7 @@ def engine_inputs(config: Config, directory: Path, *, device: torch.device) -> d
     engine |= {"args": dict(config.engine.args), "k": list(engine["k"])}
     record = ExportRecord.read(directory / EXPORT_NAME)
     return {
-        "export": record.own_sha256,
+        "export": record.files_sha256,
         "target": record.head.target_fingerprint,
         "engine": engine | {"sets": list(engine["sets"])},
         "dtype": str(target_dtype(config.target, device)).removeprefix("torch."),

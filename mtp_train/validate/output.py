@@ -19,6 +19,7 @@ from mtp_train.config import Config
 from mtp_train.export.commands import README_NAME, refresh_readme
 from mtp_train.export.engines import servable_by
 from mtp_train.export.reader import is_export, load_any_head
+from mtp_train.export.weights import hash_files
 from mtp_train.features.manifest import MANIFEST_NAME
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
 from mtp_train.run_dir import RunDirectory, StageRecord, read_json, write_json_atomic
@@ -30,7 +31,7 @@ from mtp_train.validate.report import (
     lengths_markdown,
     measured_markdown,
 )
-from mtp_train.validate.subject import dtype_name, hash_head
+from mtp_train.validate.subject import dtype_name
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import HeadSpec
 from runtime.models.loader import fingerprint_target
@@ -100,7 +101,7 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
     manifests = {split: run.features / split / MANIFEST_NAME for split in ("train", "validation")}
     token_set = read_fingerprint(run.data)
     return {
-        "head": hash_head(run.head),
+        "head": hash_files(run.head),
         "target": fingerprint_target(
             target_directory(config.target), cache_dir=cache_directory(config.target)
         ),
@@ -152,7 +153,7 @@ def add_rung(result: RungResult, run: RunDirectory, export_dir: Path, *, target:
 
     What else they hold stays, if it is of these weights. ``target``: its fingerprint.
     """
-    head_sha256 = hash_head(run.head)
+    head_sha256 = hash_files(run.head)
     bare = LadderReport(target=target, head=str(run.head), head_sha256=head_sha256, rungs=())
     record = read_json(run.validate_file) if run.validate_file.is_file() else {}
     written = record.get("outputs", {}).get("parity_sha256")
@@ -160,7 +161,7 @@ def add_rung(result: RungResult, run: RunDirectory, export_dir: Path, *, target:
     for place in dict.fromkeys((run.root, run.head, export_dir)):
         file = place / run.parity_file.name
         content = read_json(file) if file.is_file() else bare.to_dict()
-        if content.get("head_sha256") not in (head_sha256, hash_head(export_dir)):
+        if content.get("head_sha256") not in (head_sha256, hash_files(export_dir)):
             content = bare.to_dict()
         content["rungs"][result.name] = result.to_dict()
         content["passed"] = all(rung["passed"] for rung in content["rungs"].values())
@@ -177,7 +178,7 @@ def stored_rung(run: RunDirectory, name: str) -> RungResult | None:
         return None
     content = read_json(run.parity_file)
     rung = content.get("rungs", {}).get(name)
-    if rung is None or content["head_sha256"] != hash_head(run.head):
+    if rung is None or content["head_sha256"] != hash_files(run.head):
         return None
     return RungResult(name=name, **rung)
 

@@ -12,14 +12,14 @@ import torch
 
 from mtp_train.config import Config
 from mtp_train.export.reader import load_any_head
+from mtp_train.export.weights import hash_files
 from mtp_train.features.target import cache_directory, target_dtype
 from mtp_train.heads import build_training_head
 from mtp_train.heads.base import TrainingHead
 from mtp_train.validate.in_training import lm_head_weight
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.files import sha256_file
-from runtime.head_spec import CONFIG_NAME, DRAFT_VOCAB_NAME, WEIGHTS_NAME, HeadSpec
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec
 from runtime.models.heads import build_head
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import LlamaModel
@@ -137,7 +137,7 @@ class Subject:
     def _load_head(self) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
         if self._contract is None:
             spec, tensors = load_any_head(self.head_path)
-            self._head_sha256 = hash_head(self.head_path)
+            self._head_sha256 = hash_files(self.head_path)
             fingerprint = self.target(self.runtime_dtype).fingerprint
             if spec.target_fingerprint != fingerprint:
                 raise ValueError(
@@ -158,11 +158,6 @@ def open_subject(config: Config, head_path: Path, *, device: torch.device) -> Su
         device=device,
         cache_dir=cache_directory(config.target),
     )
-
-
-def hash_head(path: Path) -> dict[str, str]:
-    """sha256 (hex) of a head directory's files, by name."""
-    return {name: sha256_file(path / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
 
 
 def whole_rows(rows: HiddenRows) -> torch.Tensor:

@@ -380,7 +380,7 @@ def resume_and_compare(root, name, whole, *, world_size=1):
         for figure in (*FIGURES, "updates", "skipped"):
             assert record[figure] == theirs[step][figure], (name, step, figure)
     assert outcome["report"]["best"] == whole["report"]["best"]
-    assert hash_head(root / name) == hash_head(root / reference)
+    assert hash_files(root / name) == hash_files(root / reference)
     for tensor_name, tensor in outcome["tensors"].items():
         assert torch.equal(tensor, whole["tensors"][tensor_name]), (name, tensor_name)
     best = root / name / "checkpoints" / "best"
@@ -443,7 +443,7 @@ def test_two_ranks_of_which_one_was_killed_resume_exactly(whole_run):
     resume_and_compare(root, "two-ranks", outcomes[2], world_size=2)
 
 
-def hash_head(run):
+def hash_files(run):
     return hashlib.sha256((run / "head" / "model.safetensors").read_bytes()).hexdigest()
 
 

@@ -25,9 +25,10 @@ from mtp_train.export import (
     write_export,
 )
 from mtp_train.export.layouts import LAYOUTS, base, mimo
+from mtp_train.export.weights import hash_files, read_weights, write_weights
 from mtp_train.run_dir import read_json, write_json_atomic
 from mtp_train.stages import run_export, run_validate
-from mtp_train.validate.subject import Subject, hash_head
+from mtp_train.validate.subject import Subject
 from runtime.head_spec import DraftVocab, NormPlacement, hash_vocab_ids, load_head, save_head
 from runtime.layer_parts import LayerParts
 from runtime.models.loader import load_target
@@ -59,7 +60,7 @@ def pass_validation(head: Path) -> None:
     rung = {"passed": True, "figures": {}, "bounds": {}, "note": "3 sequences", "seconds": 1.0}
     content = {
         "passed": True,
-        "head_sha256": hash_head(head),
+        "head_sha256": hash_files(head),
         "rungs": {"P2": rung},
         "acceptance": [],
         "speed": [
@@ -268,6 +269,83 @@ def test_damage_is_refused_by_name(name: str, copy: Path) -> None:
         load_any_head(directory)
 
 
+def test_weights_beyond_the_limit_are_split_and_read_back_the_same(made: Path) -> None:
+    whole = load_any_head(made / "out" / "mimo")[1]
+    out = made / "sharded"
+    write_export(
+        made / "head",
+        out,
+        format="mimo",
+        target_dir=made / "target",
+        unvalidated=True,
+        max_file_bytes=40_000,
+    )
+    index = read_json(out / "model.safetensors.index.json")
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    assert {file.name for file in out.glob("*.safetensors")} == files
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for name in files for tensor in load_file(out / name).values()
+    )
+    check_export(out, target_dir=made / "target")
+    tensors = load_any_head(out)[1]
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    assert hash_files(out).keys() == {"config.json", "model.safetensors.index.json", *files}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("lose", r"of model\.safetensors\.index\.json is missing"),
+        ("add", r"extra\.safetensors is not in"),
+        ("rename", "(lacks|holds) tensor a"),
+        ("escape", "must be a file of this directory"),
+        ("empty", "weight_map is missing"),
+    ],
+)
+def test_damaged_shards_are_named(damage: str, message: str, tmp_path: Path) -> None:
+    tensors = {name: torch.full((100,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+    write_weights(tmp_path, tensors, max_file_bytes=500)
+    index_file = tmp_path / "model.safetensors.index.json"
+    index = read_json(index_file)
+    first, second = (tmp_path / index["weight_map"][name] for name in ("a", "b"))
+    assert first != second
+    if damage == "lose":
+        second.unlink()
+    if damage == "add":
+        shutil.copy(first, tmp_path / "extra.safetensors")
+    if damage == "rename":
+        shutil.copy(first, second)
+    if damage == "escape":
+        index["weight_map"]["a"] = "../a.safetensors"
+    if damage == "empty":
+        index["weight_map"] = {}
+    write_json_atomic(index_file, index)
+    with pytest.raises(ValueError, match=message):
+        read_weights(tmp_path)
+
+
+def test_a_second_file_of_weights_without_an_index_is_refused(copy: Path) -> None:
+    directory = copy / "out" / "mimo"
+    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
+    with pytest.raises(ValueError, match=r"consolidated\.safetensors"):
+        check_export(directory, target_dir=copy / "target")
+
+
+def test_a_record_of_the_first_version_is_read(copy: Path) -> None:
+    directory = copy / "out" / "mimo"
+    record = read_json(directory / "export.json")
+    hashes = record.pop("files_sha256")
+    record |= {
+        "version": 1,
+        "config_sha256": hashes["config.json"],
+        "weights_sha256": hashes["model.safetensors"],
+    }
+    write_json_atomic(directory / "export.json", record)
+    check_export(directory, target_dir=copy / "target")
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "export.json"])
 def test_a_missing_file_is_named(name: str, copy: Path) -> None:
     directory = copy / "out" / "mimo"
@@ -287,7 +365,7 @@ def test_an_export_rewritten_as_a_whole_is_still_held_against_the_target(copy: P
     config = read_json(directory / "config.json")
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = theta
     write_json_atomic(directory / "config.json", config)
-    record["config_sha256"] = hash_head(directory)["config.json"]
+    record["files_sha256"] = hash_files(directory)
     write_json_atomic(directory / "export.json", record)
     read_export(directory)
     with pytest.raises(ValueError, match="rope_theta"):
@@ -298,7 +376,7 @@ def test_an_export_rewritten_as_a_whole_is_still_held_against_the_target(copy: P
     ("key", "value", "message"),
     [
         ("extra", 1, "extra is unknown"),
-        ("version", 2, "version=2"),
+        ("version", 3, "version=3"),
         ("format", "onnx", "format='onnx'"),
         ("format", "eagle3", "head kind=mtp: the eagle3 layout"),
         ("num_target_layers", 3, "num_hidden_layers=2, expected 3"),
@@ -407,7 +485,7 @@ def test_a_draft_vocabulary_is_refused_or_left_out_with_a_warning(tmp_path: Path
     out = export(tmp_path, draft_vocab="drop")
     assert read_export(out)[0].draft_vocab is None
     assert "measured again" in (out / "README.md").read_text()
-    write_json_atomic(out / "parity.json", {"head_sha256": hash_head(out), "rungs": {}})
+    write_json_atomic(out / "parity.json", {"head_sha256": hash_files(out), "rungs": {}})
     refresh_readme(out)
     assert "measured again" not in (out / "README.md").read_text()
 
@@ -467,7 +545,7 @@ def test_the_stage_reads_back_and_is_not_repeated(
     save_head(tmp_path / "head", spec, {n: t * 1.5 for n, t in tensors.items()})
     pass_validation(tmp_path / "head")
     assert run_export(config) == 0  # another head replaces it
-    assert read_json(out / "export.json")["head_sha256"] == hash_head(tmp_path / "head")
+    assert read_json(out / "export.json")["head_sha256"] == hash_files(tmp_path / "head")
 
 
 def test_a_writer_that_forgets_the_order_is_caught_by_reading_back(
@@ -504,7 +582,7 @@ def test_the_ladder_takes_an_exported_head(copy: Path, monkeypatch: pytest.Monke
     validate = ValidateConfig(head=str(directory), k=2, max_tokens=20, rungs=("P2", "P3"))
     assert run_validate(dataclasses.replace(config, validate=validate)) == 0
     parity = read_json(directory / "parity.json")
-    assert parity["head_sha256"] == hash_head(directory)
+    assert parity["head_sha256"] == hash_files(directory)
     assert parity["passed"]
     assert "on this directory" in (directory / "README.md").read_text()
     check_export(directory, target_dir=copy / "target")

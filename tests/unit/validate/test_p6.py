@@ -14,6 +14,7 @@ from data_prep.config import DataConfig
 from mtp_train.config import Config, RunConfig, ServingConfig, TargetConfig, ValidateConfig
 from mtp_train.export import write_export
 from mtp_train.export.record import EXPORT_NAME, ExportRecord
+from mtp_train.export.weights import hash_files
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
 from mtp_train.serving.job import DraftCounts, Served, ServedPrompt, ServingJob
 from mtp_train.stages import run_validate
@@ -28,7 +29,7 @@ from mtp_train.validate.served import (
     first_difference,
     serve_and_compare,
 )
-from mtp_train.validate.subject import Subject, hash_head
+from mtp_train.validate.subject import Subject
 from runtime.head_spec import load_head, save_head
 from runtime.request import Generation, SpecStep
 from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
@@ -340,7 +341,7 @@ def make_run(path: Path, **engine: Any) -> Config:
         "passed": True,
         "target": subject.target(torch.float32).fingerprint,
         "head": str(run.head),
-        "head_sha256": hash_head(run.head),
+        "head_sha256": hash_files(run.head),
         "rungs": {"P2": RungResult("P2", True).to_dict()},
         "acceptance": [],
         "speed": [],
