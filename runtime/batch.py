@@ -128,8 +128,11 @@ def build_tree_batch(
     """The last S of J tree rows behind the prefix of each request; positions are on the device."""
     _, num_rows, block_len = visible_BSJ.shape
     kv_lens = tuple(length + block_len for length in prefix_lens)
-    ends_B1, rows_B1 = np.asarray(kv_lens)[:, None], np.asarray(table_rows)[:, None]
-    slots_BS = table.host_slots_RT[rows_B1, ends_B1 + np.arange(-num_rows, 0)]
+    if len(kv_lens) == 1:  # see build_batch
+        slots_BS = table.host_slots_RT[table_rows[0], kv_lens[0] - num_rows : kv_lens[0]].copy()
+    else:
+        ends_B1, rows_B1 = np.asarray(kv_lens)[:, None], np.asarray(table_rows)[:, None]
+        slots_BS = table.host_slots_RT[rows_B1, ends_B1 + np.arange(-num_rows, 0)]
     return ForwardBatch(
         mode=BatchMode.TREE,
         input_ids_N=input_ids_BS.reshape(-1),

@@ -14,7 +14,8 @@ The move is a copy on the device, at any page size: the path is known there long
 hears of it, so the draft extension needs no wait, and a request's slots stay in one run.
 (Permuting the slot table, possible at page size 1, would need both.)
 
-Shape legend: B requests, N nodes, R = N + 1 rows, E = depth + 1, D model width, V draft vocabulary.
+Shape legend: B requests, N nodes, R = N + 1 rows, E = depth + 1, M = B * E rows of all paths,
+D model width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -141,13 +142,10 @@ class TreeSchedule(MtpSchedule):
         )
         self.transfer.mark("copy")
 
-        slots_BR = batch.write_slots_N.view(ids_BR.shape)
-        path_slots_BE = slots_BR.gather(1, verified.path_BE)
-        self.target.pool.move(path_slots_BE.flatten(), slots_BR[:, : depth + 1].flatten())
-        width = hidden_ND.shape[-1]
-        path_hidden_BED = hidden_ND.view(*ids_BR.shape, width).gather(
-            1, verified.path_BE[..., None].expand(-1, -1, width)
-        )
+        path_M = _flat_rows(verified.path_BE, ids_BR.shape[1])
+        kept_slots_BE = batch.write_slots_N.view(ids_BR.shape)[:, : depth + 1]
+        self.target.pool.move(batch.write_slots_N.index_select(0, path_M), kept_slots_BE.flatten())
+        path_hidden_MD = hidden_ND.index_select(0, path_M)
         extension = build_batch(
             BatchMode.VERIFY,
             table=self.table,
@@ -157,15 +155,11 @@ class TreeSchedule(MtpSchedule):
             input_ids_N=verified.tokens_BE.flatten(),
             device=self.device,
         )
-        path_hidden_ND = path_hidden_BED.flatten(0, 1)
-        draft_hidden_ND = self.run_draft(extension, extension.input_ids_N, path_hidden_ND)
-        ends_B11 = (verified.num_emitted_B - 1)[:, None, None]
-        relay_BD = draft_hidden_ND.view(len(works), depth + 1, -1).gather(
-            1, ends_B11.expand(-1, 1, draft_hidden_ND.shape[-1])
-        )
-        self._set_relay(rows_B, relay_BD[:, 0])
+        draft_hidden_MD = self.run_draft(extension, extension.input_ids_N, path_hidden_MD)
+        ends_B = _flat_rows(verified.num_emitted_B[:, None] - 1, depth + 1)
+        self._set_relay(rows_B, draft_hidden_MD.index_select(0, ends_B))
         self.transfer.mark("extend")
-        return PendingStep(plan, handle, path_hidden_ND, draft_hidden_ND, extension.q_lens, True)
+        return PendingStep(plan, handle, path_hidden_MD, draft_hidden_MD, extension.q_lens, True)
 
     def _visible(self, tree: DraftTree, depth: int, grower: Grower) -> torch.Tensor:
         """As :func:`visible_rows`; a fixed shape's are kept."""
@@ -211,6 +205,14 @@ def _num_choices(config: EngineConfig, head: Model) -> int:
     if config.schedule == "dynamic_tree":
         return 0
     return min(len(config.tree_rates), head.draft_vocab_size)
+
+
+def _flat_rows(rows_BX: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Rows within each request as rows of the batch, ``num_rows`` of each; ``[B * X]``."""
+    if len(rows_BX) > 1:
+        firsts_B = torch.arange(len(rows_BX), device=rows_BX.device) * num_rows
+        rows_BX = rows_BX + firsts_B[:, None]
+    return rows_BX.flatten()
 
 
 def _with_root(depths_BN: torch.Tensor) -> torch.Tensor:

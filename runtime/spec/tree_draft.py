@@ -132,8 +132,8 @@ class FixedGrower(Grower):
             states_BSD, columns_BSX = run_level(depth, rows)
         return DraftTree(
             ids_BN=torch.cat(chosen, 1),
-            parents_BN=self._parents_1N.repeat(count, 1),
-            depths_BN=self._depths_1N.repeat(count, 1),
+            parents_BN=self._parents_1N.repeat(count, 1) if count > 1 else self._parents_1N,
+            depths_BN=self._depths_1N.repeat(count, 1) if count > 1 else self._depths_1N,
         )
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
