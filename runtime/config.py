@@ -12,6 +12,7 @@ DraftLength = Literal["pinned", "measured"]
 VerifyMode = Literal["greedy", "keyed", "rejection"]
 DraftMode = Literal["argmax", "sampled"]
 ScheduleName = Literal["auto", "mtp", "fixed_tree", "dynamic_tree", "draft_target"]
+TREE_SCHEDULES: tuple[ScheduleName, ...] = ("fixed_tree", "dynamic_tree")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class EngineConfig:
     @property
     def is_tree(self) -> bool:
         """Whether a tree is drafted in the place of a chain; K is then its depth."""
-        return self.schedule in ("fixed_tree", "dynamic_tree")
+        return self.schedule in TREE_SCHEDULES
 
     @property
     def num_verify_rows(self) -> int:

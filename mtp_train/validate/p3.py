@@ -12,6 +12,7 @@ Shape legend: P prompts, K positions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,12 @@ from mtp_train.validate.rates import (
 from mtp_train.validate.replay import ReplayedStep, replay, trimmed_steps, undrafted_tokens
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject, dtype_name
+from mtp_train.validate.tree_replay import TreeReplay, replay_trees
+from runtime.config import TREE_SCHEDULES, ScheduleName
 from runtime.request import Generation
+
+TREE_NODES = 8
+_TREE_PROMPTS = 4
 
 
 def check(
@@ -62,6 +68,13 @@ def check(
     figures["float32_tokens_without_draft"] = skipped
     bounds: dict[str, Any] = {"float32_steps_that_differ": 0, "float32_tokens_without_draft": 0}
     passed = total > 0 and wrong == 0 and skipped == 0
+    for schedule in TREE_SCHEDULES:
+        trees = _replay_trees(subject, prompts[:_TREE_PROMPTS], schedule, k, max_tokens)
+        figures[f"float32_{schedule}_nodes"] = trees.num_nodes
+        for what, count in (("nodes", trees.wrong_nodes), ("steps", trees.wrong_steps)):
+            figures[f"float32_{schedule}_{what}_that_differ"] = count
+            bounds[f"float32_{schedule}_{what}_that_differ"] = 0
+        passed = passed and trees.num_nodes > 0 and not trees.wrong_nodes + trees.wrong_steps
     if subject.runtime_dtype is torch.float32:
         figures |= _rate_figures("float32", all_sums(predicted, k), _served_sums(exact, k), k)
     else:
@@ -71,7 +84,10 @@ def check(
         passed = passed and is_close
     name = dtype_name(subject.runtime_dtype)
     note = f"acceptance replayed by the training forward, K={k}, greedy, arg-max drafts: "
-    note += f"step by step over {len(prompts)} prompts in float32"
+    note += (
+        f"step by step over {len(prompts)} prompts in float32, trees of {TREE_NODES} nodes node "
+    )
+    note += f"by node over {len(prompts[:_TREE_PROMPTS])}"
     if subject.runtime_dtype is not torch.float32:
         note += f", by rate over {len(served)} in {name}"
         note += _describe_undecided(figures, name, min_drafts)
@@ -88,6 +104,39 @@ def replay_generations(
         generations,
         hidden,
         k=k,
+        embedding_VD=subject.embedding(dtype),
+        lm_head_WD=subject.draft_lm_head(dtype),
+        draft_columns=subject.draft_columns(),
+    )
+
+
+def _replay_trees(
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    schedule: ScheduleName,
+    k: int,
+    max_tokens: int,
+) -> TreeReplay:
+    dtype = torch.float32
+    config = replace(
+        subject.engine_config,
+        schedule=schedule,
+        tree_nodes=TREE_NODES,
+        verify="greedy",
+        draft_mode="argmax",
+    )
+    generations = decode_waves(
+        subject.target(dtype),
+        make_requests(prompts, max_tokens=max_tokens),
+        engine_config=config,
+        head=subject.head(dtype),
+        k=k,
+    )
+    sequences = [[*g.prompt_ids, *g.output_ids] for g in generations]
+    return replay_trees(
+        subject.training_head(dtype),
+        generations,
+        hidden_sequences(subject, sequences, dtype),
         embedding_VD=subject.embedding(dtype),
         lm_head_WD=subject.draft_lm_head(dtype),
         draft_columns=subject.draft_columns(),

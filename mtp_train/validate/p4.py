@@ -19,7 +19,7 @@ from mtp_train.validate.recompute import draft_state_errors
 from mtp_train.validate.rejection import joint_g_test, tiny_pair
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
-from runtime.config import VerifyMode
+from runtime.config import TREE_SCHEDULES, ScheduleName, VerifyMode
 from runtime.request import Generation
 
 TIE_GAP = 1e-4
@@ -63,6 +63,17 @@ def check(
         "greedy_differences": 0,
         "keyed_differences": 0,
     }
+    for schedule in TREE_SCHEDULES:  # exact at any temperature, by keyed draws
+        trees = compare_outputs(
+            subject,
+            prompts[::4],
+            k=k,
+            max_tokens=sizes.max_tokens,
+            temperature=KEYED_TEMPERATURE,
+            schedule=schedule,
+        )
+        figures[f"{schedule}_keyed_differences"] = trees.num_different
+        bounds[f"{schedule}_keyed_differences"] = 0
     model, head = tiny_pair()
     for mode in ("argmax", "sampled"):
         test = joint_g_test(model, head, k=2, draft_mode=mode, count=sizes.triples)
@@ -82,8 +93,8 @@ def check(
     )
     note = (
         f"output with drafts against plain output over {len(prompts)} prompts, K={k}, greedy and "
-        f"keyed (T={KEYED_TEMPERATURE}); rejection sampling against exact probabilities; draft "
-        "state against a recompute"
+        f"keyed (T={KEYED_TEMPERATURE}), trees keyed; rejection sampling against exact "
+        "probabilities; draft state against a recompute"
     )
     return RungResult("P4", passed, figures, bounds, note=note)
 
@@ -106,6 +117,7 @@ def compare_outputs(
     k: int,
     max_tokens: int,
     temperature: float,
+    schedule: ScheduleName = "auto",
 ) -> OutputComparison:
     """Decode the prompts twice in fp32, with and without the head."""
     dtype = torch.float32
@@ -114,7 +126,8 @@ def compare_outputs(
     config = replace(subject.engine_config, verify=verify, draft_mode="argmax")
     target = subject.target(dtype)
     plain = decode_waves(target, requests, engine_config=config)
-    spec = decode_waves(target, requests, engine_config=config, head=subject.head(dtype), k=k)
+    drafting = replace(config, schedule=schedule)
+    spec = decode_waves(target, requests, engine_config=drafting, head=subject.head(dtype), k=k)
     pairs = [(a, b) for a, b in zip(plain, spec, strict=True) if a.output_ids != b.output_ids]
     return OutputComparison(
         num_tokens=sum(len(generation.output_ids) for generation in plain),
