@@ -2,8 +2,8 @@
 
 With it the price of a speculative step is measured beforehand, independent of what a head accepts.
 
-Shape legend: N rows, M selected rows, D the head's width, W draft vocabulary, R table rows, T
-positions.
+Shape legend: N rows, M selected rows, D the head's width, W draft vocabulary, C best columns, R
+table rows, T positions.
 """
 
 from __future__ import annotations
@@ -74,16 +74,26 @@ class ForcedDraft(DraftModel):
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        width = self._head.width
-        logits_MW = self._head.logits(hidden_MD[:, :width])
-        high_M, mid_M, low_M, row_M = hidden_MD[:, width:].long().unbind(1)
+        logits_MW = self._head.logits(hidden_MD[:, : self._head.width])
+        column_M1 = self._forced(hidden_MD)[:, None]
+        return logits_MW.scatter(1, column_M1, torch.finfo(self.dtype).max)
+
+    @torch.inference_mode()
+    def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
+        """What the head does to find its best columns is done, and costs what it costs."""
+        self._head.best_columns(hidden_MD[:, : self._head.width].contiguous(), count)
+        # Of wrong ones the right one is the last of all, out of reach of fewer than all columns.
+        following_C = torch.arange(count, device=hidden_MD.device)
+        return (self._forced(hidden_MD)[:, None] + following_C) % self.draft_vocab_size
+
+    def _forced(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """The column that every row is to draft."""
+        high_M, mid_M, low_M, row_M = hidden_MD[:, self._head.width :].long().unbind(1)
         wanted_M = ((high_M * _BASE + mid_M) * _BASE + low_M + 2).clamp_max(
             self._tokens_RT.shape[1] - 1
         )
         column_M = self._columns(self._tokens_RT[row_M, wanted_M])
-        if not self._is_right:
-            column_M = (column_M + 1) % self.draft_vocab_size
-        return logits_MW.scatter(1, column_M[:, None], torch.finfo(self.dtype).max)
+        return column_M if self._is_right else (column_M + 1) % self.draft_vocab_size
 
     def _columns(self, token_M: torch.Tensor) -> torch.Tensor:
         """Columns of these tokens; the first one for a token that the draft cannot propose."""

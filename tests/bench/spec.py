@@ -9,7 +9,7 @@ sides decode the MT-Bench prompts in turns. `MTP_BENCH_HEAD` names the native he
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from data_prep.evaluation import evaluation_prompts
 from mtp_train.validate.bootstrap import prompt_interval
 from mtp_train.validate.measure import make_requests
-from mtp_train.validate.speed import CostModel, SpeedBench, Timing, fit_cost_model, median
+from mtp_train.validate.speed import SpeedBench, Timing, fit_cost_model, median
 from mtp_train.validate.subject import Subject
 from runtime.config import EngineConfig
 from runtime.head_spec import CONFIG_NAME
@@ -40,8 +40,7 @@ LEVEL = 0.95
 
 def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> BenchResult:
     """All first turns of MT-Bench, greedy, 128 tokens each, one at a time; with ``hot`` drafting
-    from a list of ids, else from the whole vocabulary; with ``tree_nodes`` a fixed tree, ``k`` deep
-    (its costs are not predicted).
+    from a list of ids, else from the whole vocabulary; with ``tree_nodes`` a fixed tree ``k`` deep.
     """
     what = f"tree{tree_nodes}" if tree_nodes else f"k{k}"
     name = f"spec_b1_hot_{what}" if hot else f"spec_b1_{what}"
@@ -59,7 +58,7 @@ def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> Be
     tokenizer = AutoTokenizer.from_pretrained(target.path)
     prompts = [prompt.prompt_ids for prompt in evaluation_prompts("mtbench", tokenizer)]
     requests = make_requests(prompts, max_tokens=NEW_TOKENS, ignore_eos=True)
-    cost = None if tree_nodes else measure_cost(subject, requests[::10], k)
+    costs = measure_costs(subject, requests[::10], {k} if tree_nodes else {1, max(2, k)})
     bench = SpeedBench(subject, [[request] for request in requests])
     for length in (0, k):
         bench.run(requests[:1], length)  # warm
@@ -79,16 +78,15 @@ def run(target: Target, *, k: int, hot: bool = False, tree_nodes: int = 0) -> Be
     timings = [timing for repeats in runs[k] for timing in repeats]
     tokens = sum(t.num_tokens for t in timings)
     emitted = tokens / sum(t.num_steps for t in timings)
+    if tree_nodes:
+        predicted, why = emitted / costs[k], f"a step of wrong drafts is {costs[k]:.3f} plain steps"
+    else:
+        cost = fit_cost_model(costs)
+        predicted, why = cost.speedup(emitted, k), f"c={cost.c:.3f} v={cost.v:.3f}"
     note = (
         f"{LEVEL:.0%} interval {interval.low:.3f} to {interval.high:.3f}; {emitted:.3f} tokens "
-        "per step"
+        f"per step; {why}; predicted {predicted:.3f} ({predicted / speedup - 1:+.1%})"
     )
-    if cost is not None:
-        predicted = cost.speedup(emitted, k)
-        note += (
-            f"; c={cost.c:.3f} v={cost.v:.3f}; predicted {predicted:.3f} "
-            f"({predicted / speedup - 1:+.1%})"
-        )
     per_side = len(requests) * (NEW_TOKENS - 1)
     return BenchResult(
         name=name,
@@ -112,8 +110,12 @@ def bench_head(variable: str) -> Path:
     return path
 
 
-def measure_cost(subject: Subject, requests: Sequence[Request], k: int) -> CostModel:
-    """Steps with forced wrong drafts: one token each, so that contexts are those of plain steps."""
+def measure_costs(
+    subject: Subject, requests: Sequence[Request], lengths: Collection[int]
+) -> dict[int, float]:
+    """By K, a step with forced wrong drafts in plain steps: one token each, so that contexts are
+    those of plain steps.
+    """
     short = [
         replace(request, sampling=replace(request.sampling, max_tokens=COST_TOKENS))
         for request in requests
@@ -122,7 +124,7 @@ def measure_cost(subject: Subject, requests: Sequence[Request], k: int) -> CostM
     answers = {}
     for request in short:
         answers |= bench.plain_answers([request])
-    lengths = sorted({1, max(2, k)})
+    lengths = sorted(lengths)
     engines = {length: bench.forced(length, answers, is_right=False) for length in lengths}
     steps: dict[int, list[list[float]]] = {n: [[] for _ in short] for n in (0, *lengths)}
     for repeat in range(REPEATS + 1):
@@ -133,4 +135,4 @@ def measure_cost(subject: Subject, requests: Sequence[Request], k: int) -> CostM
                 if repeat:  # the first round warms up
                     steps[length][index].append(timing.step_s)
     total = {n: sum(median(times) for times in rows) for n, rows in steps.items()}
-    return fit_cost_model({n: total[n] / total[0] for n in lengths})
+    return {n: total[n] / total[0] for n in lengths}

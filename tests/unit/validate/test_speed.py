@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_forced_drafts_are_always_right_or_always_wrong(
     assert [timing.num_steps for timing in right] == [12 // (k + 1)] * 2
     assert [timing.num_steps for timing in wrong] == [12, 12]
     assert {timing.num_tokens for timing in right + wrong} == {12 * batch_size}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_no_node_of_a_forced_tree_is_right(subject: Subject, depth: int) -> None:
+    config = replace(subject.engine_config, schedule="fixed_tree", tree_nodes=4)
+    group = make_requests(make_prompts()[:2], max_tokens=13, ignore_eos=True)
+    answers = SpeedBench(subject, [group]).plain_answers(group)
+    bench = SpeedBench(replace(subject, engine_config=config), [group])
+    right, wrong = (
+        bench.run_forced(group, depth, answers, is_right=flag, repeats=1)[0]
+        for flag in (True, False)
+    )
+    assert wrong.num_steps == 12
+    assert right.num_steps == 12 // (depth + 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
