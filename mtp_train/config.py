@@ -77,6 +77,7 @@ class HeadConfig:
     norm_before_residual: bool = False  # eagle3: the residual is the normed input
     draft_vocab_size: int = 0  # eagle3: the most frequent answer tokens; 0 = all
     num_blocks: int = 0  # medusa: one per token that it can draft
+    own_lm_heads: bool = False  # medusa: an lm_head per block, as the published heads have
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class ReportConfig:
     max_samples: int = 8  # generated texts shown
 
 
-ExportFormat = Literal["mimo", "eagle3", "speculators", "eagle", "eagle_sglang"]
+ExportFormat = Literal["mimo", "eagle3", "speculators", "eagle", "eagle_sglang", "medusa"]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,11 @@ _ONLY: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
             }
         ),
     ),
-    ("medusa", "the head of Medusa", MappingProxyType({"head.num_blocks": 0})),
+    (
+        "medusa",
+        "the head of Medusa",
+        MappingProxyType({"head.num_blocks": 0, "head.own_lm_heads": False}),
+    ),
 )
 
 
@@ -130,35 +134,42 @@ def _shown(value: Any) -> Any:
 
 
 def check_own_head(config: Config) -> None:
-    """A head with an ``lm_head`` of its own learns a distribution, over its own vocabulary."""
-    if config.head.kind != "eagle3":
+    """A head with ``lm_head``s of its own learns a distribution, over its own vocabulary."""
+    head, loss = config.head, config.loss
+    if head.kind != "eagle3" and not head.own_lm_heads:
         return
-    loss = config.loss
+    has = "head.own_lm_heads=true" if head.own_lm_heads else f"head.kind={head.kind}"
     if loss.hidden_weight or not loss.logit_weight:
         raise ConfigError(
             f"loss.hidden_weight={loss.hidden_weight}, loss.logit_weight={loss.logit_weight} with "
-            "head.kind=eagle3: its states are its own, only distributions are compared; choose "
-            "loss=eagle3, or set loss.hidden_weight=0 and a loss.logit_weight above it"
+            f"{has}: its states are its own, only distributions are compared; choose "
+            f"loss={head.kind}, or set loss.hidden_weight=0 and a loss.logit_weight above it"
         )
-    if loss.kind != "soft_ce":
+    if loss.kind in ("forward_kl", "lk_lambda") and head.draft_vocab_size:
         raise ConfigError(
-            f"loss.kind={loss.kind} with head.kind=eagle3: a head with an lm_head of its own is "
-            "trained with soft_ce; choose loss=eagle3"
+            f"loss.kind={loss.kind} with head.draft_vocab_size={head.draft_vocab_size}: the "
+            "divergence from a head that cannot draft some tokens is infinite; use soft_ce, "
+            "reverse_kl, tv, lk_alpha or expected_length, or set head.draft_vocab_size=0"
         )
     if loss.own_tokens:
         raise ConfigError(
-            "loss.own_tokens=true with head.kind=eagle3: the unroll of a head with an lm_head of "
-            "its own is fed the text's tokens; set it to false"
+            f"loss.own_tokens=true with {has}: the unroll of a head with an lm_head of its own is "
+            "fed the text's tokens; set it to false"
+        )
+    instead_of_list = "set it to 0: the loss is over all tokens that it drafts"
+    if head.kind == "eagle3":
+        instead_of_list = (
+            "set it to 0 and use head.draft_vocab_size, which it drafts from as well"
         )
     for name, instead in (
-        ("sub_vocab_size", "use head.draft_vocab_size, which it drafts from as well"),
-        ("vocab_chunk", "lower loss.row_chunk for less memory"),
+        ("sub_vocab_size", instead_of_list),
+        ("vocab_chunk", "set it to 0 and lower loss.row_chunk for less memory"),
     ):
         value = getattr(loss, name)
         if value:
             raise ConfigError(
-                f"loss.{name}={value} with head.kind=eagle3: its loss is over its whole draft "
-                f"vocabulary; set it to 0 and {instead}"
+                f"loss.{name}={value} with {has}: its loss is over its whole draft vocabulary; "
+                f"{instead}"
             )
 
 

@@ -36,5 +36,5 @@ def source_fields(head: HeadConfig, *, num_layers: int) -> dict[str, Any]:
         "layer_ids": layer_ids,
         "fusion_norm": head.fusion_norm,
         "residual": "normed" if head.norm_before_residual else "standard",
-        "lm_head": "own" if head.kind == "eagle3" else "target",
+        "lm_head": "own" if head.kind == "eagle3" or head.own_lm_heads else "target",
     }

@@ -34,7 +34,7 @@ _LATER_KEYS = (
     "optimizer",
     "max_tokens",
 )
-_LATER_HEAD_KEYS = ("decoder", "num_blocks")
+_LATER_HEAD_KEYS = ("decoder", "num_blocks", "own_lm_heads")
 
 
 def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:

@@ -366,13 +366,14 @@ class Trainer:
         target, embedding_VD = self._draft_target, self._inputs.embedding_VD
         with self._clock.phase("forward"):
             if target is not None:
-                *states, own_WD = self._engine(batch, embedding_VD, with_lm_head=True)
+                outputs = self._engine(batch, embedding_VD, with_lm_head=True)
+                states, own = outputs[: self._num_steps], outputs[self._num_steps :]
             else:
                 drafts_by = lm_head if loss.own_tokens else None
                 states = self._engine(batch, embedding_VD, drafts_by)
         with self._clock.phase("loss"):
             if target is not None:
-                parts = draft_head_loss(states, batch, own_WD, target, config=loss)
+                parts = draft_head_loss(states, batch, own, target, config=loss)
             else:
                 parts = head_loss(states, batch, lm_head, config=loss, sub_vocab=sub_vocab)
         with self._clock.phase("backward"):

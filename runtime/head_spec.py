@@ -2,7 +2,8 @@
 
 ``HeadSpec`` is versioned, strict JSON and the only thing that writes a native ``config.json``. The
 native directory is ``config.json`` + ``model.safetensors`` (the embedding is the target's, never
-stored, and so is ``lm_head`` but for EAGLE-3, which has its own).
+stored, and so is ``lm_head`` but for EAGLE-3, which has its own, and Medusa, which may have one per
+block).
 
 Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` (EAGLE-3: residual streams
 ``S_k`` of row ``i``) and the embedding of token ``t_{i+1}``, sits at rotary position ``i``, stores
@@ -124,8 +125,8 @@ MEDUSA_FIELDS: Mapping[str, Any] = MappingProxyType(
         "layer_parts": PLAIN_LAYER,
     }
 )
-"""What ``kind=medusa`` means. Open: ``num_blocks``, ``projection_bias`` (of every block's linear)
-and the draft vocabulary.
+"""What ``kind=medusa`` means. Open: ``num_blocks``, ``projection_bias`` (of every block's linear),
+``lm_head`` (the target's frozen one, or one of its own per block) and the draft vocabulary.
 """
 
 
@@ -159,8 +160,8 @@ class HeadSpec:
     are. ``eagle3`` is that of EAGLE-3 (Li et al. 2025, arXiv:2503.01840): ``x = fc(S_k, ...)``, one
     decoder layer whose query, key and value read ``[input_layernorm(e); hidden_norm(x)]``, and an
     ``lm_head`` of its own. On recycled rows ``x`` is the head's own state. ``medusa`` is Medusa-1
-    (Cai et al. 2024, arXiv:2401.10774) over the target's frozen ``lm_head``: block ``k`` drafts
-    from ``g + SiLU(W_k g + b_k)``, without embedding, attention or K/V.
+    (Cai et al. 2024, arXiv:2401.10774): block ``k`` drafts from ``g + SiLU(W_k g + b_k)``, without
+    embedding, attention or K/V, through the target's frozen ``lm_head`` or one of its own per block.
     """
 
     kind: Literal["mtp", "eagle", "eagle3", "medusa"]
@@ -249,13 +250,28 @@ class HeadSpec:
             ("layer_ids", ()),
             ("fusion_norm", "none"),
             ("residual", "standard"),
-            ("lm_head", "target"),
         ):
             if getattr(self, name) != value:
                 raise ValueError(
                     f"head {name}={getattr(self, name)!r}: only kind=eagle3 has that, not "
                     f"kind={self.kind}"
                 )
+        if self.lm_head != "target" and self.kind != "medusa":
+            raise ValueError(
+                f"head lm_head={self.lm_head!r}: only kind=eagle3 and kind=medusa have that, not "
+                f"kind={self.kind}"
+            )
+
+    @property
+    def own_lm_heads(self) -> tuple[str, ...]:
+        """Names of the ``lm_head`` weights that are the head's own: none, one for every step of a
+        chain, or one per step.
+        """
+        if self.lm_head == "target":
+            return ()
+        if self.kind == "medusa":
+            return tuple(f"lm_heads.{index}.weight" for index in range(self.num_blocks))
+        return ("lm_head.weight",)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -285,7 +301,6 @@ class HeadSpec:
             shapes["fc.weight"] = (width, joined)
             shapes["layers.0.hidden_norm.weight"] = (width,)
             shapes |= self._layer_shapes(0, inputs=2 * width, has_input_norm=True)
-            shapes["lm_head.weight"] = (self.draft_vocab_size, width)
         elif self.kind == "medusa":
             for index in range(self.num_blocks):
                 shapes[f"blocks.{index}.layers.0.weight"] = (width, width)
@@ -302,6 +317,8 @@ class HeadSpec:
             for index in range(self.num_layers):
                 has_norm = self.norms.input
                 shapes |= self._layer_shapes(index, inputs=width, has_input_norm=has_norm)
+        for name in self.own_lm_heads:
+            shapes[name] = (self.draft_vocab_size, width)
         if self.norms.final:
             shapes["norm.weight"] = (width,)
         if self.draft_vocab is not None:

@@ -68,7 +68,7 @@ def refresh_readme(out_dir: Path) -> None:
 def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
     """Markdown: what is in the directory, how to serve it, what was measured and what was not."""
     spec = record.head
-    k = fastest_k(parity) or DEFAULT_K
+    k = fastest_k(parity) or min(DEFAULT_K, spec.num_blocks or DEFAULT_K)
     layout = record.layout
     commands = serving_commands(
         layout, target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1)

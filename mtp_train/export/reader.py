@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from mtp_train.export.layouts import Layout
 from mtp_train.export.layouts.base import TARGET_EMBEDDING, TARGET_LM_HEAD, check_config
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
 from mtp_train.export.weights import read_weights
@@ -71,7 +70,8 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
             f"{directory / CONFIG_NAME}: num_hidden_layers={record.num_target_layers}, the target "
             f"has {target.num_layers}"
         )
-    for name, tensor in read_copies(record.layout, target_dir, target).items():
+    copies = read_copies(record.layout.copied(record.head), target_dir, target)
+    for name, tensor in copies.items():
         if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
             raise ValueError(
                 f"{directory / WEIGHTS_NAME}: tensor {name} is not a copy of the target's"
@@ -116,13 +116,15 @@ def check_target(
         )
 
 
-def read_copies(layout: Layout, target_dir: Path, target: ModelConfig) -> dict[str, torch.Tensor]:
-    """What the layout copies of the target, as stored there, under the layout's names; each in
-    memory of its own.
+def read_copies(
+    copied: Mapping[str, str], target_dir: Path, target: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """What a layout copies of the target (:meth:`Layout.copied`), as stored there, under the
+    layout's names; each in memory of its own.
     """
     checkpoint = Checkpoint.of(target_dir, target)
     copies = {}
-    for name, source in layout.copies.items():
+    for name, source in copied.items():
         is_tied = source == TARGET_LM_HEAD and target.tie_word_embeddings
         # safetensors refuses two names for one storage.
         stored = checkpoint.read_stored(TARGET_EMBEDDING if is_tied else source)

@@ -74,9 +74,10 @@ def write_export(
     if not is_validated and not unvalidated:
         raise ValueError(f"head={head_dir}: {why_unvalidated(head_dir)}")
     target = load_config(target_dir)
-    copies = read_copies(layout, target_dir, target)
+    copies = read_copies(layout.copied(spec), target_dir, target)
     written = layout.to_layout(spec, tensors) | copies
-    dtype = target_dtype_name(target_dir, str(next(iter(copies.values())).dtype))
+    stored = next(iter((copies or written).values())).dtype
+    dtype = target_dtype_name(target_dir, str(stored))
     facts = TargetFacts(target.num_layers, dtype, str(target_dir))
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f"{STAGED_PREFIX}{out_dir.name}-", dir=out_dir.parent))

@@ -10,7 +10,7 @@ passes the last residual stream through, attention that does not see the embeddi
 ``zero``: every block of Medusa starts as the identity, and drafts what ``lm_head`` reads in ``g``.
 A directory: the weights of a head of the same shape, which training goes on from.
 
-An ``lm_head`` of the head's own starts from the target's rows in all but the last.
+Every ``lm_head`` of the head's own starts from the target's rows in all but the last.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def initialise(
     tensors: dict[str, torch.Tensor] = {}
     if spec.lm_head == "own":
         assert own_head is not None, "an lm_head of its own starts from the target's rows"
-        tensors["lm_head.weight"] = own_head.rows_WD.float().cpu().clone()
+        for name in spec.own_lm_heads:
+            tensors[name] = own_head.rows_WD.float().cpu().clone()
         if own_head.ids_W is not None:
             tensors[DRAFT_VOCAB_NAME] = own_head.ids_W
     for name, shape in sorted(spec.tensor_shapes().items()):

@@ -2,10 +2,10 @@
 ``runtime.models.heads.medusa``.
 
 Block ``k`` makes ``g + SiLU(W_k g + b_k)`` of the one state ``g``, which the target's frozen
-``lm_head`` reads; step ``k`` of the unroll is block ``k``. There is nothing between the steps but
+``lm_head`` or the block's own reads; step ``k`` of the unroll is block ``k``. There is nothing between the steps but
 that they start from the same row.
 
-Shape legend: S packed rows, N query rows of one step, D model width, V vocabulary.
+Shape legend: S packed rows, N query rows of one step, D model width, V vocabulary, B blocks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,24 @@ class MedusaHead(TrainingHead):
         if spec.draft_vocab is not None:
             raise ValueError("head draft_vocab: a Medusa head is trained on the whole vocabulary")
         self.blocks = nn.ModuleList([_Block(spec, dtype) for _ in range(spec.num_blocks)])
+        if spec.lm_head == "own":
+            shape = (spec.hidden_size, spec.vocab_size)
+            self.lm_heads = nn.ModuleList(
+                [nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(spec.num_blocks)]
+            )
 
     def forward(
         self,
         batch: HeadBatch,
         embedding_VD: torch.Tensor,
         draft_lm_head_VD: torch.Tensor | None = None,
+        *,
+        with_lm_head: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """``len(batch.steps)`` states, at most one per block."""
+        """``len(batch.steps)`` states, at most one per block. ``with_lm_head`` adds copies of the
+        B weights ``[V, D]`` of ``lm_head``s of the head's own, as
+        :class:`mtp_train.heads.eagle3.Eagle3Head` does.
+        """
         assert draft_lm_head_VD is None, "a Medusa head embeds no tokens"
         assert len(batch.steps) <= len(self.blocks), "one block per step"
         states: list[torch.Tensor] = []
@@ -54,4 +64,5 @@ class MedusaHead(TrainingHead):
         for number, step in enumerate(batch.steps):
             g_ND = take_rows(g_ND, step.parent_N if number else step.rows_N)
             states.append(self.blocks[number](g_ND))
-        return tuple(states)
+        own = [lm_head.weight.clone() for lm_head in self.lm_heads] if with_lm_head else []
+        return (*states, *own)

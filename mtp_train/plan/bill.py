@@ -445,10 +445,10 @@ class _Planner:
 
     def _draft_weights(self) -> float:
         """Weights that one drafted token passes through."""
+        weights = self.head_weights / max(1, self.spec.num_blocks)
         if self.spec.lm_head == "own":
-            return float(self.head_weights)
-        lm_head = self.facts.vocab_size * self.facts.hidden_size
-        return self.head_weights / max(1, self.spec.num_blocks) + lm_head
+            return weights
+        return weights + self.facts.vocab_size * self.facts.hidden_size
 
     def _notes(self) -> list[str]:
         facts, notes = self.facts, []

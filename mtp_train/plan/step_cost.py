@@ -108,7 +108,10 @@ def count_step(
         kept, forward = meter.now, meter.flops
         meter.restart_peak()
         if draft_target is not None:
-            parts = draft_head_loss(states[:-1], batch, states[-1], draft_target, config=loss)
+            count = loss.num_unroll_steps
+            parts = draft_head_loss(
+                states[:count], batch, states[count:], draft_target, config=loss
+            )
         else:
             parts = head_loss(states, batch, embedding, config=loss, sub_vocab=sub_vocab)
         loss_peak, in_loss = meter.peak, meter.flops - forward

@@ -233,7 +233,7 @@ class Preflight:
             raise ValueError("no answer has the two tokens that a drafted one needs before it")
         right = total = 0
         head = subject.training_head(dtype)
-        embedding_VD, lm_head_WD = subject.embedding(dtype), subject.draft_lm_head(dtype)
+        embedding_VD, lm_heads = subject.embedding(dtype), subject.draft_lm_heads(dtype)
         for sample, own in pairs:
             hidden = sample.hidden.to(subject.device, dtype)
             layers = None
@@ -245,7 +245,7 @@ class Preflight:
                 [own],
                 num_steps=1,
                 embedding_VD=embedding_VD,
-                lm_head_WD=lm_head_WD,
+                lm_heads=lm_heads,
                 draft_columns=subject.draft_columns(),
             )
             labels_S = sample.input_ids[torch.tensor(own) + 2]

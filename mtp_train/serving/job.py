@@ -136,6 +136,7 @@ _VLLM_LAYOUTS: Mapping[str, EngineLayout] = MappingProxyType(
         "eagle3": EngineLayout("eagle3", MappingProxyType({})),
         "speculators": EngineLayout("eagle3", MappingProxyType({})),
         "eagle": EngineLayout("eagle", MappingProxyType({})),
+        "medusa": EngineLayout("medusa", MappingProxyType({})),
     }
 )
 

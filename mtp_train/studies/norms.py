@@ -252,7 +252,7 @@ class Meter:
             starts,
             num_steps=K,
             embedding_VD=self._embedding_VD,
-            lm_head_WD=self._lm_head_VD,
+            lm_heads=(self._lm_head_VD,),
         )
         pairs = [
             walk(item.input_ids[item.prompt_len :].tolist(), own_SK[:, 0].tolist())

@@ -53,8 +53,8 @@ class ForcedDraft(DraftModel):
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         self._learn_owners()
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
-        if batch.hidden_ND.shape[1] == self.width:  # its own, not the target's
-            own_ND = batch.hidden_ND[:, : self._head.width]
+        if batch.hidden_ND.shape[1] != self._head.row_width:  # its own, not the target's
+            own_ND = batch.hidden_ND[:, :-_EXTRA]
             state_ND = self._head.forward(replace(batch, hidden_ND=own_ND), table, pool)
         else:
             state_ND = self._head.forward(batch, table, pool)
@@ -74,21 +74,21 @@ class ForcedDraft(DraftModel):
 
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        logits_MW = self._head.logits(hidden_MD[:, : self._head.width])
+        logits_MW = self._head.logits(hidden_MD[:, :-_EXTRA])
         column_M1 = self._forced(hidden_MD)[:, None]
         return logits_MW.scatter(1, column_M1, torch.finfo(self.dtype).max)
 
     @torch.inference_mode()
     def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
         """What the head does to find its best columns is done, and costs what it costs."""
-        self._head.best_columns(hidden_MD[:, : self._head.width].contiguous(), count)
+        self._head.best_columns(hidden_MD[:, :-_EXTRA].contiguous(), count)
         # Of wrong ones the right one is the last of all, out of reach of fewer than all columns.
         following_C = torch.arange(count, device=hidden_MD.device)
         return (self._forced(hidden_MD)[:, None] + following_C) % self.draft_vocab_size
 
     def _forced(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """The column that every row is to draft."""
-        high_M, mid_M, low_M, row_M = hidden_MD[:, self._head.width :].long().unbind(1)
+        high_M, mid_M, low_M, row_M = hidden_MD[:, -_EXTRA:].long().unbind(1)
         wanted_M = ((high_M * _BASE + mid_M) * _BASE + low_M + 2).clamp_max(
             self._tokens_RT.shape[1] - 1
         )

@@ -256,8 +256,8 @@ def _row_loss(
     head_ND = head.state_for_logits(states.draft_TD)[batch.steps[0].rows_N]
     if spec.lm_head == "own":
         target = DraftTarget.of(lm_head_VD, head.draft_vocab_ids)
-        own_WD = head.lm_head.dense_weight()
-        parts = draft_head_loss([head_ND], batch, own_WD, target, config=loss)
+        own_WD = head.lm_head_of(states.draft_TD).dense_weight()
+        parts = draft_head_loss([head_ND], batch, [own_WD], target, config=loss)
     else:
         parts = head_loss([head_ND], batch, lm_head_VD, config=loss)
     weight = loss_weight(batch.num_active, step_decay=loss.step_decay)

@@ -16,7 +16,7 @@ from mtp_train.packing import pack
 from mtp_train.validate.measure import fit_engine
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject, dtype_name, relative_error
-from mtp_train.validate.unroll import ChainStep, HiddenSequence, runtime_chain
+from mtp_train.validate.unroll import ChainStep, HiddenSequence, lm_head_of, runtime_chain
 
 FP32_BOUND = 1e-4
 MAX_ULP = 2.0
@@ -99,7 +99,7 @@ def _training_chains(
     subject: Subject, sequences: Sequence[HiddenSequence], dtype: torch.dtype, k: int
 ) -> list[list[ChainStep]]:
     """Per sequence, every start's states and logits of the training forward."""
-    embedding_VD, lm_head_WD = subject.embedding(dtype), subject.draft_lm_head(dtype)
+    embedding_VD, lm_heads = subject.embedding(dtype), subject.draft_lm_heads(dtype)
     of_layers = subject.spec.reads_layers
     batch = pack(sequences, num_steps=k, every_row=True, of_layers=of_layers)
     batch = batch.to(subject.device, dtype)
@@ -108,7 +108,7 @@ def _training_chains(
     for step, state_ND in enumerate(states):
         counts = [len(sequence.input_ids) - 1 - step for sequence in sequences]
         for chain, own_SD in zip(chains, state_ND.split(counts), strict=True):
-            chain.append(ChainStep(own_SD, own_SD @ lm_head_WD.t()))
+            chain.append(ChainStep(own_SD, own_SD @ lm_head_of(lm_heads, step).t()))
     return chains
 
 

@@ -105,7 +105,7 @@ def replay_generations(
         hidden,
         k=k,
         embedding_VD=subject.embedding(dtype),
-        lm_head_WD=subject.draft_lm_head(dtype),
+        lm_heads=subject.draft_lm_heads(dtype),
         draft_columns=subject.draft_columns(),
     )
 

@@ -39,7 +39,7 @@ def replay(
     *,
     k: int,
     embedding_VD: torch.Tensor,
-    lm_head_WD: torch.Tensor,
+    lm_heads: Sequence[torch.Tensor],
     draft_columns: torch.Tensor | None = None,
     max_rows: int = 4096,
 ) -> list[list[ReplayedStep]]:
@@ -55,7 +55,7 @@ def replay(
             [_starts(generations[index]) for index in group],
             num_steps=k,
             embedding_VD=embedding_VD,
-            lm_head_WD=lm_head_WD,
+            lm_heads=lm_heads,
             draft_columns=draft_columns,
         )
     return [

@@ -86,7 +86,7 @@ class Subject:
     def training_head(self, dtype: torch.dtype) -> TrainingHead:
         """The differentiable twin with the exported weights.
 
-        What its states are multiplied with is :meth:`draft_lm_head`.
+        What its states are multiplied with is :meth:`draft_lm_heads`.
         """
         spec, tensors = self.spec, self.tensors
         if spec.lm_head == "target":  # it knows no draft vocabulary
@@ -108,12 +108,15 @@ class Subject:
         """``[V, D]``; a copy where the runtime has packed an untied head."""
         return lm_head_weight(self.target(dtype).model)
 
-    def draft_lm_head(self, dtype: torch.dtype) -> torch.Tensor:
-        """``[W, D]``: the head's own, or the target's rows of :meth:`draft_columns`."""
-        if self.spec.lm_head == "own":
-            return self.tensors["lm_head.weight"].to(self.device, dtype)
+    def draft_lm_heads(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """``[W, D]`` for all steps, or one for each: the head's own, or the target's rows of
+        :meth:`draft_columns`.
+        """
+        own = self.spec.own_lm_heads
+        if own:
+            return tuple(self.tensors[name].to(self.device, dtype) for name in own)
         lm_head_VD, columns = self.lm_head(dtype), self.draft_columns()
-        return lm_head_VD if columns is None else lm_head_VD[columns.to(lm_head_VD.device)]
+        return (lm_head_VD if columns is None else lm_head_VD[columns.to(lm_head_VD.device)],)
 
     def draft_columns(self) -> torch.Tensor | None:
         """Target ids the draft can propose, int64; ``None`` for the whole vocabulary."""

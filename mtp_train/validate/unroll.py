@@ -107,12 +107,12 @@ def training_drafts(
     *,
     num_steps: int,
     embedding_VD: torch.Tensor,
-    lm_head_WD: torch.Tensor,
+    lm_heads: Sequence[torch.Tensor],
     draft_columns: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Arg-maxed drafts of the training forward, int64 ``[S, K]`` (host) per sequence.
 
-    ``lm_head_WD`` is what the head drafts with (:meth:`Subject.draft_lm_head`), its row j token
+    ``lm_heads`` are what the head drafts with (:meth:`Subject.draft_lm_heads`), their row j token
     ``draft_columns[j]``. Step ``k >= 1`` is fed what step ``k - 1`` drafted. The sequences
     are packed into one forward.
     """
@@ -127,9 +127,15 @@ def training_drafts(
     for step in range(num_steps):
         batch = chain_batch(sequences, starts, fed_kN)
         states = head(batch.to(embedding_VD.device, embedding_VD.dtype), embedding_VD)
+        lm_head_WD = lm_head_of(lm_heads, step)
         fed_kN.append(argmax_tokens(states[step], lm_head_WD, draft_columns).cpu())
     drafts_NK = torch.stack(fed_kN[1:], 1)
     return list(drafts_NK.split([len(own) for own in starts]))
+
+
+def lm_head_of(lm_heads: Sequence[torch.Tensor], step: int) -> torch.Tensor:
+    """The one that reads the states of ``step``: there is one for all steps, or one for each."""
+    return lm_heads[step if len(lm_heads) > 1 else 0]
 
 
 def argmax_tokens(

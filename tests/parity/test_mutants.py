@@ -25,6 +25,7 @@ from runtime.batch import ForwardBatch, build_batch
 from runtime.head_spec import EAGLE_FIELDS, DraftVocab, hash_vocab_ids, save_head
 from runtime.linear import PlainLinear
 from runtime.models.heads import build_head
+from runtime.models.heads.medusa import MedusaHead
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import LlamaModel
 from runtime.ops import BlockOps, NormWeight
@@ -359,9 +360,11 @@ def test_an_eagle3_head_is_green(tmp_path: Path, draft_vocab: bool) -> None:
     assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_medusa_head_is_green(tmp_path: Path, has_bias: bool) -> None:
-    subject = with_head(tmp_path, **MEDUSA | {"projection_bias": has_bias})
+@pytest.mark.parametrize(
+    "changes", [{"projection_bias": False}, {}, {"lm_head": "own"}], ids=["no bias", "bias", "own"]
+)
+def test_a_medusa_head_is_green(tmp_path: Path, changes: dict[str, Any]) -> None:
+    subject = with_head(tmp_path, **MEDUSA | changes)
     assert p2.check(subject, SEQUENCES, k=3).passed
     assert climb_p3(subject).passed
     assert p4.check(subject, PROMPTS, k=K, sizes=SMALL_P4).passed
@@ -395,6 +398,17 @@ def test_p2_sees_a_medusa_head_that_is_read_differently(
 ) -> None:
     subject = with_head(tmp_path, **MEDUSA)
     subject.change = change
+    assert not p2.check(subject, SEQUENCES, k=3).passed
+
+
+def always_the_first_lm_head(head: MtpHead) -> None:
+    assert isinstance(head, MedusaHead)
+    head.lm_heads = [head.lm_heads[0]] * len(head.lm_heads)
+
+
+def test_p2_sees_a_block_that_is_read_by_anothers_lm_head(tmp_path: Path) -> None:
+    subject = with_head(tmp_path, **MEDUSA, lm_head="own")
+    subject.change = always_the_first_lm_head
     assert not p2.check(subject, SEQUENCES, k=3).passed
 
 

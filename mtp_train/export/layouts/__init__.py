@@ -9,6 +9,7 @@ from mtp_train.config import ExportFormat
 from mtp_train.export.layouts.base import Layout
 from mtp_train.export.layouts.eagle import EagleSglangLayout, EagleVllmLayout
 from mtp_train.export.layouts.eagle3 import Eagle3Layout
+from mtp_train.export.layouts.medusa import MedusaLayout
 from mtp_train.export.layouts.mimo import MimoLayout
 from mtp_train.export.layouts.speculators import SpeculatorsLayout
 
@@ -21,6 +22,7 @@ LAYOUTS: Mapping[ExportFormat, Layout] = MappingProxyType(
             SpeculatorsLayout(),
             EagleVllmLayout(),
             EagleSglangLayout(),
+            MedusaLayout(),
         )
     }
 )

@@ -34,10 +34,7 @@ _CARRIED_BY: Mapping[HeadKind, str] = MappingProxyType(
         "mtp": "export.format=mimo is the layout of MTP heads",
         "eagle": "export.format=eagle (vLLM) and eagle_sglang are the layouts of EAGLE-1",
         "eagle3": "export.format=eagle3 (vLLM, SGLang) and speculators are the layouts of EAGLE-3",
-        "medusa": (
-            "a layout of vLLM's medusa model is not written. Nearest: train head=mtp over the same "
-            "features, or serve this head with mtp generate"
-        ),
+        "medusa": "export.format=medusa (vLLM) is the layout of Medusa heads",
     }
 )
 
@@ -102,6 +99,11 @@ class Layout(ABC):
     @abstractmethod
     def describe(self, spec: HeadSpec) -> str:
         """What the directory holds beside a decoder layer, in a sentence or two."""
+
+    def copied(self, spec: HeadSpec) -> Mapping[str, str]:
+        """What of ``copies`` the directory of such a head holds."""
+        del spec
+        return self.copies
 
     def check_values(
         self, spec: HeadSpec, written: Mapping[str, torch.Tensor], *, source: str

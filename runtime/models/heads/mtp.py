@@ -30,6 +30,7 @@ from runtime.layers import (
     norm_weight,
     run_blocks,
 )
+from runtime.linear import Linear
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight
@@ -163,7 +164,13 @@ class MtpHead(DraftModel):
     @torch.inference_mode()
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """``[M, W]`` of rows that ``forward`` returned."""
-        return self.vocabulary.gather(self.lm_head(self.state_for_logits(hidden_MD)))
+        lm_head = self.lm_head_of(hidden_MD)
+        return self.vocabulary.gather(lm_head(self.state_for_logits(hidden_MD)))
+
+    def lm_head_of(self, hidden_MD: torch.Tensor) -> Linear:
+        """What reads such rows of ``forward``."""
+        del hidden_MD
+        return self.lm_head
 
     @functools.cached_property
     def _screened(self) -> ScreenedLinear | None:
@@ -171,12 +178,17 @@ class MtpHead(DraftModel):
             return self._target.screened_head
         return ScreenedLinear.of(self.lm_head) if self.group.world_size == 1 else None
 
+    def _screen_of(self, hidden_MD: torch.Tensor) -> ScreenedLinear | None:
+        del hidden_MD
+        return self._screened
+
     def argmax(self, logits_MV: torch.Tensor) -> torch.Tensor:
         return self._target.argmax(logits_MV)
 
     @torch.inference_mode()
     def best_columns(self, hidden_MD: torch.Tensor, count: int) -> torch.Tensor:
-        screened = self._screened if ScreenedLinear.pays(len(hidden_MD), count) else None
+        pays = ScreenedLinear.pays(len(hidden_MD), count)
+        screened = self._screen_of(hidden_MD) if pays else None
         if screened is None:
             return super().best_columns(hidden_MD, count)
         return screened.best(self.state_for_logits(hidden_MD), count)

@@ -258,7 +258,7 @@ def test_eagle_with_a_bias_goes_to_sglang_as_it_is(tmp_path: Path) -> None:
         ("eagle3", EAGLE3, r"layer_ids=\[1\]: .* two or more head\.layer_ids"),
         ("eagle3", {}, r"kind=mtp: .*export\.format=mimo"),
         ("eagle3", ONE, r"kind=eagle: .*export\.format=eagle "),
-        ("eagle3", MEDUSA, "kind=medusa: .*Nearest: train head=mtp"),
+        ("eagle3", MEDUSA, r"kind=medusa: .*export\.format=medusa"),
         ("eagle", THREE, r"kind=eagle3: .*export\.format=eagle3"),
         ("eagle_sglang", {}, r"kind=mtp: .*export\.format=mimo"),
         ("mimo", ONE, r"kind=eagle: .*export\.format=eagle "),
@@ -290,7 +290,7 @@ def test_engines_follow_the_layouts(tmp_path: Path) -> None:
     assert servable_by(head_spec(target, **ONE)).engines == ("vLLM", "SGLang")
     biased = servable_by(head_spec(target, **ONE, projection_bias=True))
     assert (biased.engines, biased.why) == (("SGLang",), "exported in the eagle_sglang layout")
-    assert not servable_by(head_spec(target, **MEDUSA)).engines
+    assert servable_by(head_spec(target, **MEDUSA)).engines == ("vLLM",)
     normed = servable_by(head_spec(target, **{**THREE, "residual": "normed"}))
     assert (normed.engines, normed.why) == (("vLLM",), "exported in the speculators layout")
 

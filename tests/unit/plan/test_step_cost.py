@@ -84,6 +84,13 @@ def test_products_of_medusa_are_a_matrix_per_block() -> None:
     assert cost.loss_flops == 2 * 3 * 3 * 2 * 30 * 61 * 32
 
 
+def test_lm_heads_of_medusas_own_cost_their_gradient_too() -> None:
+    spec = tiny_spec(**medusa(lm_head="own"))
+    loss = LossConfig(hidden_weight=0.0, num_unroll_steps=3)
+    cost = count_step(spec, loss, ROWS, num_tokens=80, dtype=FP32)
+    assert cost.loss_flops == 2 * 4 * 3 * 2 * 30 * 61 * 32
+
+
 def test_bytes_kept_are_those_of_the_same_step_on_real_tensors() -> None:
     spec, loss = tiny_spec(), LossConfig(num_unroll_steps=3, row_chunk=16)
     counted = count_step(spec, loss, ROWS, num_tokens=80, dtype=FP32)

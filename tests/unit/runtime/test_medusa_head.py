@@ -76,9 +76,10 @@ def run(head: MedusaHead, hidden_ND: torch.Tensor, ids: list[int]) -> torch.Tens
     return head.forward(batch_of(hidden_ND, ids), table, head.new_pool(64))
 
 
+@pytest.mark.parametrize("lm_head", ["target", "own"])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_block_k_drafts_from_the_state_alone(target: Target, has_bias: bool) -> None:
-    spec = head_spec(target, **MEDUSA | {"projection_bias": has_bias})
+def test_block_k_drafts_from_the_state_alone(target: Target, has_bias: bool, lm_head: str) -> None:
+    spec = head_spec(target, **MEDUSA | {"projection_bias": has_bias, "lm_head": lm_head})
     tensors = random_head_tensors(spec)
     head = build_head(spec, tensors, target.model)
     assert isinstance(head, MedusaHead)
@@ -90,12 +91,15 @@ def test_block_k_drafts_from_the_state_alone(target: Target, has_bias: bool) -> 
     for index in range(spec.num_blocks):
         wanted = torch.stack([reference_block(tensors, index, g) for g in g_ND])
         torch.testing.assert_close(head.state_for_logits(state), wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            head.logits(state), target.model.logits(wanted), rtol=1e-4, atol=1e-4
-        )
-        other = run(head, state, [9, 8, 7, 6, 5])
-        assert torch.equal(other, run(head, state, [0, 0, 0, 0, 0]))  # ids do not matter
-        state = other
+        logits = target.model.logits(wanted)
+        if lm_head == "own":
+            logits = wanted @ tensors[f"lm_heads.{index}.weight"].t()
+        torch.testing.assert_close(head.logits(state), logits, rtol=1e-4, atol=1e-4)
+        assert torch.equal(head.best_columns(state, 1)[:, 0], logits.argmax(-1))
+        if index + 1 < spec.num_blocks:
+            other = run(head, state, [9, 8, 7, 6, 5])
+            assert torch.equal(other, run(head, state, [0, 0, 0, 0, 0]))  # ids do not matter
+            state = other
     pool = head.new_pool(64)
     assert pool.num_bytes() == 0
 
@@ -106,12 +110,15 @@ def test_blocks_of_zeros_draft_what_the_target_says_itself(target: Target) -> No
     head = build_head(spec, zeros, target.model)
     g_ND = torch.randn(4, spec.hidden_size)
     state = run(head, g_ND, [1, 1, 1, 1])
-    for _ in range(spec.num_blocks):
+    for _ in range(spec.num_blocks - 1):
         assert torch.equal(head.logits(state), target.model.logits(g_ND))
         state = run(head, state, [1, 1, 1, 1])
+    assert torch.equal(head.logits(state), target.model.logits(g_ND))
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_blocks": 1, "projection_bias": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_blocks": 1, "projection_bias": False}, {"lm_head": "own"}]
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -138,9 +145,10 @@ def test_output_is_that_of_plain_decoding(
     assert [one.output_ids for one in got] == [one.output_ids for one in plain]
 
 
-def test_drafts_are_those_of_the_blocks_over_the_last_state(target: Target) -> None:
+@pytest.mark.parametrize("lm_head", ["target", "own"])
+def test_drafts_are_those_of_the_blocks_over_the_last_state(target: Target, lm_head: str) -> None:
     """Every drafted token from scratch: block k over g of the row before the last token."""
-    spec = head_spec(target, **MEDUSA)
+    spec = head_spec(target, **MEDUSA, lm_head=lm_head)
     head = build_head(spec, random_head_tensors(spec), target.model)
     requests = make_requests(4, ignore_eos=True, max_tokens=15)
     checked = 0
@@ -152,9 +160,10 @@ def test_drafts_are_those_of_the_blocks_over_the_last_state(target: Target) -> N
         for step in one.steps:
             state = run(head, rows.hidden_TD[emitted - 2 : emitted - 1].clone(), [0])
             drafts = []
-            for _ in step.draft_ids:
+            for number in range(len(step.draft_ids)):
+                if number:
+                    state = run(head, state, [0])
                 drafts.append(int(head.logits(state).argmax()))
-                state = run(head, state, [0])
             assert list(step.draft_ids) == drafts
             emitted += step.num_accepted + 1
             checked += 1
@@ -196,8 +205,8 @@ def test_blocks_belong_to_medusa_and_medusa_has_some(target: Target) -> None:
         head_spec(target, num_blocks=3)
     with pytest.raises(ValueError, match=r"head num_blocks=0: kind=medusa has one block per"):
         head_spec(target, **MEDUSA | {"num_blocks": 0})
-    with pytest.raises(ValueError, match=r"head lm_head='own': only kind=eagle3"):
-        head_spec(target, **MEDUSA, lm_head="own")
+    with pytest.raises(ValueError, match=r"head lm_head='own': only kind=eagle3 and kind=medusa"):
+        head_spec(target, lm_head="own")
     with pytest.raises(ValueError, match=r"head num_layers=0: must be 1 or 2"):
         head_spec(target, num_layers=0)
 
@@ -217,6 +226,10 @@ def test_the_directory_is_strict_and_older_heads_have_no_blocks(
     for name in tensors:
         with pytest.raises(ValueError, match=rf"tensor {name} .* is missing"):
             save_head(tmp_path / "less", spec, {n: t for n, t in tensors.items() if n != name})
+    own = head_spec(target, **MEDUSA, lm_head="own").tensor_shapes()
+    assert [name for name in own if name not in tensors] == [
+        f"lm_heads.{index}.weight" for index in range(3)
+    ]
     more = tensors | {"blocks.3.layers.0.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"unexpected tensor blocks\.3\.layers\.0\.weight"):
         save_head(tmp_path / "more", spec, more)

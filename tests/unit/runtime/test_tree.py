@@ -96,8 +96,14 @@ def test_output_and_state_equal_plain_decoding(
 @pytest.mark.parametrize("shape", ["fixed", "dynamic"])
 @pytest.mark.parametrize(
     "changes",
-    [{"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS}, {"num_layers": 2}, EAGLE3, MEDUSA],
-    ids=["eagle with a bias", "two layers", "eagle3", "medusa"],
+    [
+        {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
+        {"num_layers": 2},
+        EAGLE3,
+        MEDUSA,
+        MEDUSA | {"lm_head": "own"},
+    ],
+    ids=["eagle with a bias", "two layers", "eagle3", "medusa", "medusa with lm_heads"],
 )
 def test_trees_of_another_head_are_its_own_and_exact(
     target: Target, changes: dict[str, Any], shape: str

@@ -68,6 +68,7 @@ SPECS = {
     "eagle": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
     "medusa": medusa(),
     "medusa without a bias": medusa(4, projection_bias=False),
+    "medusa with lm_heads of its own": medusa(lm_head="own"),
 }
 UNROLLED = {
     "one layer": {},
@@ -278,7 +279,9 @@ def test_a_yarn_head_goes_through_its_file_and_other_heads_keep_theirs():
         RopeSpec(1e4, "yarn", 4.0)
 
 
-@pytest.mark.parametrize("changes", [{}, medusa()], ids=["mtp", "medusa"])
+@pytest.mark.parametrize(
+    "changes", [{}, medusa(), medusa(lm_head="own")], ids=["mtp", "medusa", "own lm_heads"]
+)
 def test_exported_tensors_are_those_of_the_spec_and_load_again(changes):
     spec = tiny_spec(**changes)
     head = random_head(spec)
