@@ -120,7 +120,7 @@ class TrainerConfig:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    attention: Literal["auto", "blockwise", "flash"] = "auto"
+    attention: Literal["auto", "blockwise", "flash", "flex"] = "auto"
     activation_checkpointing: bool = False  # compute activations twice instead of keeping them
     sequence_parallel: int = 1  # ranks that share out the rows of one micro-batch (Ulysses)
     checkpoint_every: int = 200

@@ -212,7 +212,5 @@ class _DraftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_state, *grad_heads = (
-            (grad * grad_loss).to(grad.dtype) for grad in ctx.saved_tensors
-        )
+        grad_state, *grad_heads = ((grad * grad_loss).to(grad.dtype) for grad in ctx.saved_tensors)
         return grad_state, None, None, None, None, *grad_heads

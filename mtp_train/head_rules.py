@@ -158,9 +158,7 @@ def check_own_head(config: Config) -> None:
         )
     instead_of_list = "set it to 0: the loss is over all tokens that it drafts"
     if head.kind == "eagle3":
-        instead_of_list = (
-            "set it to 0 and use head.draft_vocab_size, which it drafts from as well"
-        )
+        instead_of_list = "set it to 0 and use head.draft_vocab_size, which it drafts from as well"
     for name, instead in (
         ("sub_vocab_size", instead_of_list),
         ("vocab_chunk", "set it to 0 and lower loss.row_chunk for less memory"),

@@ -161,7 +161,8 @@ class HeadSpec:
     decoder layer whose query, key and value read ``[input_layernorm(e); hidden_norm(x)]``, and an
     ``lm_head`` of its own. On recycled rows ``x`` is the head's own state. ``medusa`` is Medusa-1
     (Cai et al. 2024, arXiv:2401.10774): block ``k`` drafts from ``g + SiLU(W_k g + b_k)``, without
-    embedding, attention or K/V, through the target's frozen ``lm_head`` or one of its own per block.
+    embedding, attention or K/V, through the target's frozen ``lm_head`` or one of its own per
+    block.
     """
 
     kind: Literal["mtp", "eagle", "eagle3", "medusa"]

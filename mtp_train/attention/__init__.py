@@ -2,7 +2,12 @@
 
 from mtp_train.attention.base import TrainingAttention
 from mtp_train.attention.blockwise import BLOCKWISE, BlockwiseAttention
-from mtp_train.attention.choice import AttentionName, choose_attention
+from mtp_train.attention.choice import (
+    AttentionChoice,
+    AttentionName,
+    choose_attention,
+    decide_attention,
+)
 from mtp_train.attention.plan import (
     AttentionPlan,
     ChainStep,
@@ -13,6 +18,7 @@ from mtp_train.attention.plan import (
 
 __all__ = [
     "BLOCKWISE",
+    "AttentionChoice",
     "AttentionName",
     "AttentionPlan",
     "BlockwiseAttention",
@@ -21,5 +27,6 @@ __all__ = [
     "TrainingAttention",
     "choose_attention",
     "cut_queries",
+    "decide_attention",
     "extend_chain",
 ]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mtp_train.attention.base import TrainingAttention
-from mtp_train.attention.plan import AttentionPlan, ChainStep
+from mtp_train.attention.plan import AttentionPlan, ChainStep, picked
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,6 @@ class FlashAttention(TrainingAttention):
         return out
 
 
-def _picked(parts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The chain entries of every query row, ``[N, G, J, C]``."""
-    return torch.stack([p[index] for p, index in zip(parts, rows, strict=True)], 2)
-
-
 def _own_scores(q_NGRC: torch.Tensor, keys_NGJC: torch.Tensor, scale: float) -> torch.Tensor:
     wide = torch.promote_types(q_NGRC.dtype, torch.float32)
     return torch.matmul(q_NGRC, keys_NGJC.transpose(2, 3)).to(wide) * scale
@@ -110,10 +105,10 @@ class _Merged(torch.autograd.Function):
             num, heads, width = q_NHC.shape
             groups = k_SGC.shape[1]
             q = q_NHC.view(num, groups, -1, width)
-            scores = _own_scores(q, _picked(chain[: len(rows)], rows), width**-0.5)
+            scores = _own_scores(q, picked(chain[: len(rows)], rows), width**-0.5)
             prefix_lse = lse.view(num, groups, -1, 1)
             joint = torch.logaddexp(prefix_lse, scores.logsumexp(-1, keepdim=True))
-            mixed = (scores - joint).exp().to(q.dtype) @ _picked(chain[len(rows) :], rows)
+            mixed = (scores - joint).exp().to(q.dtype) @ picked(chain[len(rows) :], rows)
             share = (prefix_lse - joint).exp().to(q.dtype)
             out = (out.view_as(q) * share + mixed).view(num, heads, width)
             lse = joint.view(num, heads)
@@ -133,7 +128,7 @@ class _Merged(torch.autograd.Function):
         num, _, width = q_NHC.shape
         groups, scale = k_SGC.shape[1], width**-0.5
         q, go = (x.view(num, groups, -1, width) for x in (q_NHC, grad_out))
-        keys, values = _picked(chain_k, rows), _picked(chain_v, rows)
+        keys, values = picked(chain_k, rows), picked(chain_v, rows)
         probs = (_own_scores(q, keys, scale) - lse.view(num, groups, -1, 1)).exp()
         dot = (go.to(probs.dtype) * out.view_as(go).to(probs.dtype)).sum(-1, keepdim=True)
         d_probs = torch.matmul(go, values.transpose(2, 3)).to(probs.dtype)

@@ -81,6 +81,11 @@ def sample_spans(blocks: Sequence[QueryBlock]) -> tuple[QueryBlock, ...]:
     return tuple(spans)
 
 
+def picked(parts: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The chain entries of every query row, ``[N, G, J, C]``, from one ``[M, G, C]`` a step."""
+    return torch.stack([p[index] for p, index in zip(parts, rows, strict=True)], 2)
+
+
 def extend_chain(
     chain: Sequence[ChainStep],
     parent_N: torch.Tensor,

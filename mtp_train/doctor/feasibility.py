@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_train.attention import decide_attention
 from mtp_train.config import Codec, Config
 from mtp_train.console import format_bytes
 from mtp_train.doctor.facts import Finding, Machine
@@ -20,6 +21,7 @@ from mtp_train.features.target import target_directory, target_dtype
 from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.plan.facts import count_weights
+from mtp_train.trainer import training_dtype
 from runtime.models.config import ModelConfig, load_config
 
 _TRAINER_BYTES = 16  # per parameter of the head
@@ -69,7 +71,25 @@ def check_target(config: Config, machine: Machine) -> list[Finding]:
             f"{format_bytes(sizes.head_weights)}; training it takes about "
             f"{format_bytes(sizes.head_training)} beside the target (estimated)",
         ),
+        *_check_attention(config, model, device),
     ]
+
+
+def _check_attention(config: Config, model: ModelConfig, device: torch.device) -> list[Finding]:
+    """Which attention trains the head, and why. Medusa has none."""
+    if config.head.kind == "medusa":
+        return []
+    name = "training attention"
+    try:
+        choice = decide_attention(
+            config.trainer.attention,
+            device=device,
+            dtype=training_dtype(config, device),
+            head_dim=model.head_dim,
+        )
+    except ValueError as error:
+        return [Finding(name, "fail", str(error), "trainer.attention=auto")]
+    return [Finding(name, "ok", f"{choice.backend}, {choice.why}")]
 
 
 def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> Sizes:

@@ -2,8 +2,8 @@
 ``runtime.models.heads.medusa``.
 
 Block ``k`` makes ``g + SiLU(W_k g + b_k)`` of the one state ``g``, which the target's frozen
-``lm_head`` or the block's own reads; step ``k`` of the unroll is block ``k``. There is nothing between the steps but
-that they start from the same row.
+``lm_head`` or the block's own reads; step ``k`` of the unroll is block ``k``. There is nothing
+between the steps but that they start from the same row.
 
 Shape legend: S packed rows, N query rows of one step, D model width, V vocabulary, B blocks.
 """

@@ -30,7 +30,7 @@ from mtp_train.run_dir import RunDirectory
 from mtp_train.serving.engine import open_engine, served_lengths
 from mtp_train.validate import p6
 from mtp_train.validate.output import add_rung, stored_rung
-from mtp_train.validate.report import RungResult
+from mtp_train.validate.report import RungResult, now
 from mtp_train.validate.served import Serve, decode_ours, our_counts, serve_and_compare
 from mtp_train.validate.subject import Subject, open_subject
 from runtime.cpu import set_threads
@@ -115,7 +115,7 @@ def climb(config: Config, *, device: torch.device, serve: Serve | None = None) -
         for k, prompts, generations in _plan(config, subject, dtype)
     ]
     result = p6.check(subject, runs, min_drafts=config.validate.min_drafts, inputs=inputs)
-    result = replace(result, seconds=time.perf_counter() - started)
+    result = replace(result, seconds=time.perf_counter() - started, climbed_at=now())
     add_rung(result, run, directory, target=subject.target(subject.runtime_dtype).fingerprint)
     return EngineClimb(result, is_new=True)
 

@@ -39,6 +39,7 @@ from mtp_train.validate.report import (
     LadderReport,
     RungResult,
     SpeedResult,
+    now,
 )
 from mtp_train.validate.samples import Answered, Samples, choose_samples, choose_training_row
 from mtp_train.validate.subject import Subject, open_subject
@@ -150,7 +151,8 @@ def climb(
             continue
         speed.clear()
         started = time.perf_counter()
-        result = replace(rungs[name](), seconds=time.perf_counter() - started)
+        result = rungs[name]()
+        result = replace(result, seconds=time.perf_counter() - started, climbed_at=now())
         logger.info(
             "%s %s in %.1f s: %s",
             name,

@@ -8,6 +8,7 @@ settings the report is of, so that the ladder is not climbed twice for the same 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from runtime.models.loader import fingerprint_target
 
 logger = logging.getLogger(__name__)
 
-ENGINE_RUNG = "P6"
+SPEED_RUNG = "P5"
 _TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does not read them
 
 
@@ -123,9 +124,10 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
 def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> None:
     """``parity.json`` into the run directory and beside the head, the head's ``README.md``, and
     ``samples.json`` and ``prompt_counts.json`` into the run directory; without samples an older one
-    is removed.
+    is removed. Rungs that were not climbed now stay as they were, if they are of these weights.
     """
-    content = _keep_engine_rung(report.to_dict(), run.parity_file)
+    places = (run.parity_file, run.head / run.parity_file.name)
+    content = _keep_other_rungs(report.to_dict(), places)
     if spec.draft_vocab is not None:
         servable = servable_by(spec)
         content["draft_vocab"] = {
@@ -163,7 +165,7 @@ def add_rung(result: RungResult, run: RunDirectory, export_dir: Path, *, target:
         content = read_json(file) if file.is_file() else bare.to_dict()
         if content.get("head_sha256") not in (head_sha256, hash_files(export_dir)):
             content = bare.to_dict()
-        content["rungs"][result.name] = result.to_dict()
+        content["rungs"][result.name] = result.to_dict(content["head_sha256"])
         content["passed"] = all(rung["passed"] for rung in content["rungs"].values())
         write_json_atomic(file, content)
     refresh_readme(export_dir)
@@ -180,19 +182,33 @@ def stored_rung(run: RunDirectory, name: str) -> RungResult | None:
     rung = content.get("rungs", {}).get(name)
     if rung is None or content["head_sha256"] != hash_files(run.head):
         return None
-    return RungResult(name=name, **rung)
+    values = {key: value for key, value in rung.items() if key != "head_sha256"}
+    return RungResult(name=name, **values)
 
 
-def _keep_engine_rung(content: dict[str, Any], file: Path) -> dict[str, Any]:
-    """P6 is climbed by itself; climbing the others again does not take it away."""
-    if not file.is_file():
-        return content
-    before = read_json(file)
-    rung = before.get("rungs", {}).get(ENGINE_RUNG)
-    if rung is None or before["head_sha256"] != content["head_sha256"]:
-        return content
-    content["rungs"] = content["rungs"] | {ENGINE_RUNG: rung}
-    content["passed"] = content["passed"] and rung["passed"]
+def _keep_other_rungs(content: dict[str, Any], places: Sequence[Path]) -> dict[str, Any]:
+    """``content`` with the rungs of earlier reports that it lacks: a ladder of some rungs does not
+    take away what others found, nor the speed that P5 had measured. Each keeps its own time and
+    head; those of other weights or another target are left out, with a line in the log.
+    """
+    rungs = dict(content["rungs"])
+    for file in dict.fromkeys(places):
+        if not file.is_file():
+            continue
+        before = read_json(file)
+        for name, rung in before.get("rungs", {}).items():
+            if name in rungs:
+                continue
+            of = rung.get("head_sha256", before.get("head_sha256"))
+            if of != content["head_sha256"] or before.get("target") != content["target"]:
+                logger.info("%s: %s is of another head and is dropped", file, name)
+                continue
+            rungs[name] = {"climbed_at": "", **rung, "head_sha256": of}
+            logger.info("%s: %s stays as it was climbed before", file, name)
+            if name == SPEED_RUNG:
+                content["speed"] = before.get("speed", [])
+    content["rungs"] = dict(sorted(rungs.items()))
+    content["passed"] = bool(rungs) and all(rung["passed"] for rung in rungs.values())
     return content
 
 

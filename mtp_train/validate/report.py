@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from mtp_train.run_dir import PARITY_NAME
@@ -18,9 +19,17 @@ from runtime.metrics import Acceptance
 Dimension = Literal["task", "script", "context", "trained_length", "token_kind"]
 
 
+def now() -> str:
+    """UTC, to the second, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True)
 class RungResult:
-    """One rung's verdict. ``figures`` and ``bounds`` are JSON values under the same names."""
+    """One rung's verdict. ``figures`` and ``bounds`` are JSON values under the same names.
+
+    ``climbed_at``: when it was finished, in UTC (ISO 8601); empty where nobody said.
+    """
 
     name: str
     passed: bool
@@ -28,10 +37,15 @@ class RungResult:
     bounds: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     seconds: float = 0.0
+    climbed_at: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Its part of ``parity.json``, where its name is the key."""
+    def to_dict(self, head_sha256: Mapping[str, str]) -> dict[str, Any]:
+        """Its part of ``parity.json``, where its name is the key. ``head_sha256``: of the files of
+        the head that it is of.
+        """
         return {
+            "climbed_at": self.climbed_at,
+            "head_sha256": dict(head_sha256),
             "passed": self.passed,
             "figures": dict(self.figures),
             "bounds": dict(self.bounds),
@@ -219,7 +233,7 @@ class LadderReport:
             "target": self.target,
             "head": self.head,
             "head_sha256": dict(self.head_sha256),
-            "rungs": {rung.name: rung.to_dict() for rung in self.rungs},
+            "rungs": {rung.name: rung.to_dict(self.head_sha256) for rung in self.rungs},
             "acceptance": [
                 {
                     "prompt_set": row.prompt_set,

@@ -1,5 +1,5 @@
-"""Tiny random targets, and EAGLE and Medusa heads trained for seconds on the targets' own answers, so that a
-mistake in the arithmetic would change what is accepted.
+"""Tiny random targets, and EAGLE and Medusa heads trained for seconds on the targets' own answers,
+so that a mistake in the arithmetic would change what is accepted.
 """
 
 from __future__ import annotations

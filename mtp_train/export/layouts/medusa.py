@@ -10,8 +10,8 @@ Choices that need a reason:
   as ``num_heads``.
 - over the target's frozen ``lm_head`` (``original_lm_head``) the directory holds a copy of it,
   because vLLM's draft model has no way to the target's.
-- a draft vocabulary is ``token_map`` (ids) and ``truncated_vocab_size``; vLLM then cuts the rows out
-  of the whole ``lm_head``. With ``lm_head``s of the head's own it has the whole vocabulary only.
+- a draft vocabulary is ``token_map`` (ids) and ``truncated_vocab_size``; vLLM then cuts the rows
+  out of the whole ``lm_head``. With ``lm_head``s of the head's own it has the whole vocabulary only.
 
 Shape legend: V vocabulary, W draft vocabulary, H width.
 """
@@ -122,8 +122,8 @@ class MedusaLayout(Layout):
         ids = "" if listed is None else f", cut to the {listed.size} ids of `token_map`"
         return (
             f"Of its {spec.num_blocks} blocks, one per drafted token, each is read by {reads}{ids}; "
-            f"`num_speculative_tokens` must not be above {spec.num_blocks}, or vLLM drafts with "
-            "blocks that no file fills."
+            f"`num_speculative_tokens` must not be above {spec.num_blocks}, or vLLM drafts "
+            "with blocks that no file fills."
         )
 
     def check_values(

@@ -1,6 +1,6 @@
-"""The head of Medusa-1 (Cai et al. 2024, arXiv:2401.10774): block ``k`` drafts token ``k + 1`` behind
-a row from ``x_k = g + SiLU(W_k g + b_k)``, through the target's frozen ``lm_head`` or, as the
-published heads do, one of its own.
+"""The head of Medusa-1 (Cai et al. 2024, arXiv:2401.10774): block ``k`` drafts token ``k + 1``
+behind a row from ``x_k = g + SiLU(W_k g + b_k)``, through the target's frozen ``lm_head`` or, as
+the published heads do, one of its own.
 
 All K drafts come from one row of the target; nothing is fed back but the place in the chain. The
 state of a row is ``[x_k | x_{k+1} | ...]``, what it drafts from in front, and a recycled row leaves

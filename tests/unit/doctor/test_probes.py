@@ -252,6 +252,8 @@ def test_a_target_that_does_not_fit_fails(tmp_path: Path, model: ModelConfig) ->
     )
     machine = probes.probe_machine(config, run=fake_run({}))
     assert {verdict for verdict, _ in judge_target(config, tmp_path, machine).values()} == {"ok"}
+    found = judge_target(config, tmp_path, machine)
+    assert found["training attention"][1] == "blockwise, the device is a CPU"
     small = replace(machine, memory=replace(machine.memory, available=10**6))
     assert judge_target(config, tmp_path, small)["target"][0] == "fail"
     full = replace(machine, disk=Disk("/", 10**9, 10**5))

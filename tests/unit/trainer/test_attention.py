@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError
+from torch.nn.attention.flex_attention import flex_attention
 
 from mtp_train.attention import (
     AttentionPlan,
@@ -18,6 +19,7 @@ from mtp_train.attention import (
     extend_chain,
 )
 from mtp_train.attention.flash import FlashAttention
+from mtp_train.attention.flex import TILE, FlexAttention, block_mask
 from mtp_train.attention.kernels import CpuFlashKernel, CudaFlashKernel
 
 HEADS, GROUPS, WIDTH = 4, 2, 4
@@ -100,6 +102,7 @@ BACKENDS = {
     "blockwise": BlockwiseAttention(),
     "flash on a CPU": FlashAttention(CpuFlashKernel()),
     "flash on a GPU": FlashAttention(CudaFlashKernel(DenseVarlen())),
+    "flex on a CPU": FlexAttention.on(torch.device("cpu")),
 }
 
 
@@ -195,7 +198,9 @@ def test_gradient_through_the_merge_is_exact(backend, steps):
     case = make_case(steps)
     inputs = [t.requires_grad_() for t in case.tensors]
     assert torch.autograd.gradcheck(
-        lambda *tensors: attend(backend, case, *tensors), inputs, fast_mode=steps != 1
+        lambda *tensors: attend(backend, case, *tensors),
+        inputs,
+        fast_mode=steps != 1 or isinstance(backend, FlexAttention),
     )
 
 
@@ -239,6 +244,40 @@ def test_the_chain_points_into_earlier_steps_without_copies():
     assert all(step.k_MGC is k for step, k in zip(chain, keys, strict=True))
 
 
+@pytest.mark.parametrize(("scale", "block"), [(1, 4), (30, 64), (100, 64)])
+def test_tiles_of_the_block_mask_are_those_that_hold_a_visible_pair_and_few_more(scale, block):
+    case = make_case(0, scale=scale, block=block)
+    num_keys = case.borders[-1]
+    mask = block_mask(case.plan, num_keys=num_keys)
+    rows = case.plan.rows_N
+    starts = torch.tensor(case.borders)[
+        torch.bucketize(rows, torch.tensor(case.borders), right=True) - 1
+    ]
+    keys = torch.arange(num_keys)
+    seen = (keys >= starts[:, None]) & (keys <= rows[:, None])
+    every = torch.arange(len(rows))[:, None]
+    assert torch.equal(mask.mask_mod(0, 0, every, keys), seen)
+    listed = mask.to_dense()[0, 0].bool()
+    needed = torch.zeros_like(listed)
+    for i, j in seen.nonzero().tolist():
+        needed[i // TILE, j // TILE] = True
+    assert bool((listed | ~needed).all())
+    # beyond those: keys of samples without queries, and rows behind the last query of its block
+    assert int((listed & ~needed).sum()) <= len(listed)
+
+
+@pytest.mark.slow
+def test_compiled_flex_attention_visits_the_tiles_that_it_is_told():
+    """Forward only and without log-sum-exps: compiled, there is no more of it on a CPU."""
+    case = make_case(0, dtype=torch.float32, scale=60, block=64)
+    mask = block_mask(case.plan, num_keys=case.borders[-1])
+    q, k, v = (x.transpose(0, 1)[None] for x in case.tensors)
+    compiled = torch.compile(flex_attention, dynamic=True)
+    with torch.no_grad():
+        ours = compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+    torch.testing.assert_close(ours, dense(case, *case.tensors), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
 def test_the_stand_in_takes_the_arguments_of_torchs_operator(name):
     schema = getattr(torch.ops.aten, name).default._schema
@@ -260,3 +299,23 @@ def test_choice_is_named_and_refusals_say_what_to_do():
         choose("flash", cuda, torch.float32)
     with pytest.raises(ValueError, match="head_dim=36"):
         choose("flash", cuda, head_dim=36)
+    assert isinstance(choose("flex", cpu, torch.float32), FlexAttention)
+    assert isinstance(choose("flex", cuda, torch.float32), FlexAttention)
+    with pytest.raises(ValueError, match=r"trainer\.attention=flex: .*head_dim=8; use .*blockwise"):
+        choose("flex", cuda, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "said"),
+    [
+        ("auto", "cpu", "blockwise, the device is a CPU"),
+        ("auto", "cuda", "flash, torch's kernel on cuda, variable lengths in one call"),
+        ("blockwise", "cpu", "blockwise, as trainer.attention says"),
+        ("flex", "cpu", "flex, un-compiled over dense scores on a CPU"),
+        ("flex", "cuda", "flex, compiled at its first step"),
+    ],
+)
+def test_the_log_says_which_and_why(name, device, said, caplog):
+    with caplog.at_level("INFO"):
+        choose_attention(name, device=torch.device(device), dtype=torch.bfloat16, head_dim=64)
+    assert said in caplog.text

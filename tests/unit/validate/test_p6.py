@@ -342,7 +342,7 @@ def make_run(path: Path, **engine: Any) -> Config:
         "target": subject.target(torch.float32).fingerprint,
         "head": str(run.head),
         "head_sha256": hash_files(run.head),
-        "rungs": {"P2": RungResult("P2", True).to_dict()},
+        "rungs": {"P2": RungResult("P2", True).to_dict({})},
         "acceptance": [],
         "speed": [],
         "breakdown": [],
