@@ -121,6 +121,7 @@ class TrainerConfig:
     clip_norm: float = 1.0
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     attention: Literal["auto", "blockwise", "flash", "flex"] = "auto"
+    compile: bool = False  # torch.compile of the head's layers but for attention
     activation_checkpointing: bool = False  # compute activations twice instead of keeping them
     sequence_parallel: int = 1  # ranks that share out the rows of one micro-batch (Ulysses)
     checkpoint_every: int = 200

@@ -19,6 +19,7 @@ _FREE_TO_CHANGE = (
     "activation_checkpointing",
     "attention",
     "checkpoint_every",
+    "compile",
     "keep_last",
     "log_every",
     "wandb",

@@ -265,7 +265,28 @@ def _check_trainer(config: Config) -> None:
             "trainer.dtype=bfloat16 with deepspeed.zero_stage=0: bf16 training needs the fp32 "
             "gradients of stage 1 or above; set deepspeed.zero_stage=1 or trainer.dtype=float32"
         )
+    _check_compiled(config)
     _check_offload(config)
+
+
+def _check_compiled(config: Config) -> None:
+    if not config.trainer.compile:
+        return
+    for path, value, allowed in (
+        ("deepspeed.zero_stage", config.deepspeed.zero_stage, (0, 1, 2)),
+        ("trainer.sequence_parallel", config.trainer.sequence_parallel, (1,)),
+    ):
+        if value not in allowed:
+            raise ConfigError(
+                f"trainer.compile=true with {path}={value}: weights and rows that are gathered in "
+                f"the middle of a layer are not compiled; set {path}={allowed[-1]} or "
+                "trainer.compile=false"
+            )
+    if config.head.kind == "medusa":
+        raise ConfigError(
+            "trainer.compile=true with head.kind=medusa: its blocks are one product each, there is "
+            "nothing to compile; set trainer.compile=false"
+        )
 
 
 def _check_offload(config: Config) -> None:

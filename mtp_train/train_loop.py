@@ -154,6 +154,7 @@ class Trainer:
             attention=self._attention,
             activation_checkpointing=self._config.trainer.activation_checkpointing,
             exchange=self._exchange,
+            compiled=self._config.trainer.compile,
         )
         head.load_tensors(self._inputs.initial)
         head.to(self._group.device)

@@ -28,10 +28,12 @@ def build_training_head(
     attention: TrainingAttention = BLOCKWISE,
     activation_checkpointing: bool = False,
     exchange: HeadExchange = ALONE,
+    compiled: bool = False,
 ) -> TrainingHead:
     """The differentiable head for ``spec.kind``, not yet initialised (``heads.init``).
 
-    A Medusa head has neither attention nor anything worth computing twice. Raises ``ValueError``
+    A Medusa head has neither attention nor anything worth computing twice, or compiling:
+    ``compiled`` is for the others (:meth:`MtpHead.compile_parts`). Raises ``ValueError``
     for an unknown kind.
     """
     if spec.kind == "medusa":
@@ -39,10 +41,13 @@ def build_training_head(
     if spec.kind not in DECODER_HEADS:
         supported = ", ".join((*DECODER_HEADS, "medusa"))
         raise ValueError(f"head kind={spec.kind!r}; supported: {supported}")
-    return DECODER_HEADS[spec.kind](
+    head = DECODER_HEADS[spec.kind](
         spec,
         dtype=dtype,
         attention=attention,
         activation_checkpointing=activation_checkpointing,
         exchange=exchange,
     )
+    if compiled:
+        head.compile_parts()
+    return head

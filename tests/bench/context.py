@@ -58,9 +58,7 @@ class Row:
 def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     set_threads(options.threads)
-    target = load_target(
-        "smollm2-135m-instruct", dtype=best_dtype(), device=torch.device("cpu")
-    )
+    target = load_target("smollm2-135m-instruct", dtype=best_dtype(), device=torch.device("cpu"))
     spec, tensors = load_head(options.head)
     head = build_head(spec, tensors, target.model)
     tokenizer = AutoTokenizer.from_pretrained(target.path)
@@ -85,7 +83,9 @@ def main(arguments: Sequence[str]) -> int:
             engine_config=EngineConfig(num_threads=options.threads, max_running=MAX_RUNNING),
             prompt_set="mtbench",
         )
-        found.append(Row(length, measured, _gap(measured, found[0].measured if found else measured)))
+        found.append(
+            Row(length, measured, _gap(measured, found[0].measured if found else measured))
+        )
         sys.stderr.write(f"{found[-1].to_dict()}\n")
         if options.out:
             write_json_atomic(options.out, [row.to_dict() for row in found])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from mtp_train.config import HeadConfig, HeadNorms
 from tests.interop.engines import vllm_python
 from tests.interop.test_eagle import check_equal
-from tests.interop.tiny_heads import REDUCED, TinyHead, make_tiny_bench
+from tests.interop.tiny_heads import TinyHead, make_tiny_bench
 
 pytestmark = [
     pytest.mark.interop,
@@ -33,7 +33,6 @@ HEADS = {
     "own lm_heads, no bias": TinyHead(
         "medusa", HeadConfig(**MEDUSA | {"projection_bias": False}, own_lm_heads=True)
     ),
-    "a list": TinyHead("medusa", HeadConfig(**MEDUSA), listed=REDUCED),
 }
 
 

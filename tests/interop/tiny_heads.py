@@ -5,7 +5,7 @@ so that a mistake in the arithmetic would change what is accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,7 @@ from mtp_train.packing import pack
 from mtp_train.validate.unroll import HiddenSequence, lm_head_of
 from runtime.cpu import set_threads
 from runtime.engine import Engine
-from runtime.head_spec import (
-    DRAFT_VOCAB_NAME,
-    DraftVocab,
-    HeadSpec,
-    hash_vocab_ids,
-    save_head,
-)
+from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids, save_head
 from runtime.models.loader import Target, load_target
 from runtime.request import Request, SamplingParams
 from tests.interop.engines import Bench
@@ -56,7 +50,6 @@ class TinyHead:
     num_layers: int = 4
     family: str = "llama"
     ids: tuple[int, ...] = ()
-    listed: tuple[int, ...] = ()  # put into the head after training
 
 
 def make_tiny_bench(path: Path, tiny: TinyHead) -> Bench:
@@ -89,23 +82,12 @@ def make_tiny_bench(path: Path, tiny: TinyHead) -> Bench:
         if "norm" in name:
             tensor.uniform_(0.5, 1.5, generator=generator)
     trained = train(spec, tensors, target, ids_W)
-    if tiny.listed:
-        spec, trained = draft_from(spec, trained, tiny.listed)
     save_head(path / "head", spec, trained)
     out = path / "out" / tiny.format
     write_export(
         path / "head", out, format=tiny.format, target_dir=path / "target", unvalidated=True
     )
     return Bench(path / "target", out, prompts(count=8, seed=50), format=tiny.format)
-
-
-def draft_from(
-    spec: HeadSpec, tensors: dict[str, torch.Tensor], ids: tuple[int, ...]
-) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
-    """The same head over these ids of the target's ``lm_head``."""
-    ids_W = torch.tensor(ids)
-    vocab = DraftVocab(len(ids), coverage=1.0, ids_sha256=hash_vocab_ids(ids_W))
-    return replace(spec, draft_vocab=vocab), tensors | {DRAFT_VOCAB_NAME: ids_W}
 
 
 def prompts(*, count: int, seed: int) -> tuple[tuple[int, ...], ...]:

@@ -10,10 +10,8 @@ Choices that need a reason:
   as ``num_heads``.
 - over the target's frozen ``lm_head`` (``original_lm_head``) the directory holds a copy of it,
   because vLLM's draft model has no way to the target's.
-- a draft vocabulary is ``token_map`` (ids) and ``truncated_vocab_size``; vLLM then cuts the rows
-  out of the whole ``lm_head``. With ``lm_head``s of the head's own it has the whole vocabulary only.
-
-Shape legend: V vocabulary, W draft vocabulary, H width.
+- there is no draft vocabulary: vLLM 0.32.0 has ``token_map`` for one, and refuses a directory that
+  holds it ("weights were not initialized from checkpoint").
 """
 
 from __future__ import annotations
@@ -34,10 +32,9 @@ from mtp_train.export.layouts.base import (
     host_tensors,
     refuse_differing,
 )
-from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, check_draft_ids
+from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec
 
 LM_HEAD_NAME = "lm_head.weight"
-IDS_NAME = "token_map"
 # MEDUSA_FIELDS of runtime.head_spec fixes the others.
 _CARRIED: Mapping[str, Any] = MappingProxyType({"block": "llama", "embedding": "target"})
 
@@ -51,7 +48,7 @@ class MedusaLayout(Layout):
     holds = "is residual blocks behind one state of the target"
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
     sglang_algorithm = ""
-    carries_draft_vocab = True
+    carries_draft_vocab = False
     reserved_in_paths = METHODS_IN_PATHS
     copies: ClassVar[Mapping[str, str]] = MappingProxyType({LM_HEAD_NAME: TARGET_LM_HEAD})
 
@@ -59,14 +56,11 @@ class MedusaLayout(Layout):
         return {} if spec.own_lm_heads else self.copies
 
     def served_spec(self, spec: HeadSpec) -> HeadSpec:
-        """A draft vocabulary that lists every token is none."""
-        whole = spec.draft_vocab_size == spec.vocab_size
-        return replace(spec, draft_vocab=None if whole else spec.draft_vocab)
+        """The whole vocabulary."""
+        return replace(spec, draft_vocab=None)
 
     def tensor_shapes(self, spec: HeadSpec) -> dict[str, tuple[int, ...]]:
         shapes = self.served_spec(spec).tensor_shapes()
-        if shapes.pop(DRAFT_VOCAB_NAME, None) is not None:
-            shapes[IDS_NAME] = (spec.draft_vocab_size,)
         for name in self.copied(spec):
             shapes[name] = (spec.vocab_size, spec.hidden_size)
         return shapes
@@ -74,18 +68,12 @@ class MedusaLayout(Layout):
     def to_layout(
         self, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        written = host_tensors(tensors)
-        ids_W = written.pop(DRAFT_VOCAB_NAME, None)
-        if self.served_spec(spec).draft_vocab is not None:
-            assert ids_W is not None, "a draft vocabulary without ids"
-            written[IDS_NAME] = ids_W
-        return written
+        return host_tensors({n: t for n, t in tensors.items() if n != DRAFT_VOCAB_NAME})
 
     def from_layout(
         self, spec: HeadSpec, written: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        names = self.served_spec(spec).tensor_shapes()
-        return {name: written[IDS_NAME if name == DRAFT_VOCAB_NAME else name] for name in names}
+        return {name: written[name] for name in self.served_spec(spec).tensor_shapes()}
 
     def config(self, spec: HeadSpec, target: TargetFacts) -> dict[str, Any]:
         return {
@@ -95,7 +83,7 @@ class MedusaLayout(Layout):
             "num_hidden_layers": 1,
             "hidden_size": spec.hidden_size,
             "vocab_size": spec.vocab_size,
-            "truncated_vocab_size": spec.draft_vocab_size,
+            "truncated_vocab_size": spec.vocab_size,
             "max_position_embeddings": spec.max_position_embeddings,
             "medusa_fc_bias": spec.projection_bias,
             "original_lm_head": not spec.own_lm_heads,
@@ -107,31 +95,18 @@ class MedusaLayout(Layout):
 
     def refuse_fields(self, spec: HeadSpec) -> None:
         refuse_differing(spec, _CARRIED, layout=self.name)
-        if spec.own_lm_heads and self.served_spec(spec).draft_vocab is not None:
+        if spec.own_lm_heads and spec.draft_vocab is not None:
             raise ValueError(
-                f"head draft_vocab.size={spec.draft_vocab_size}: vLLM's Medusa head has a list of "
-                "draft ids over the target's lm_head only, this one has its own. Nearest: train "
-                "with head.own_lm_heads=false"
+                f"head draft_vocab.size={spec.draft_vocab_size}: its own lm_heads have no rows for "
+                "other tokens, and vLLM's Medusa head drafts from all of them"
             )
 
     def describe(self, spec: HeadSpec) -> str:
-        listed = self.served_spec(spec).draft_vocab
-        reads = "the copy of the target's `lm_head`"
-        if spec.own_lm_heads:
-            reads = "an `lm_head` of its own"
-        ids = "" if listed is None else f", cut to the {listed.size} ids of `token_map`"
-        return (
-            f"Of its {spec.num_blocks} blocks, one per drafted token, each is read by {reads}{ids}; "
-            f"`num_speculative_tokens` must not be above {spec.num_blocks}, or vLLM drafts "
-            "with blocks that no file fills."
+        reads = (
+            "an `lm_head` of its own" if spec.own_lm_heads else "a copy of the target's `lm_head`"
         )
-
-    def check_values(
-        self, spec: HeadSpec, written: Mapping[str, torch.Tensor], *, source: str
-    ) -> None:
-        if self.served_spec(spec).draft_vocab is not None:
-            check_draft_ids(
-                written[IDS_NAME],
-                vocab_size=spec.vocab_size,
-                source=f"{source}: tensor {IDS_NAME}",
-            )
+        return (
+            f"Of its {spec.num_blocks} blocks, one per drafted token, each is read by {reads}; "
+            f"`num_speculative_tokens` must not be above {spec.num_blocks}, or vLLM drafts with "
+            "blocks that no file fills."
+        )

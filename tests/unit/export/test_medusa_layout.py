@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,23 +23,17 @@ from tests.unit.runtime.engine_fixtures import MEDUSA
 
 CPU = torch.device("cpu")
 OWN: dict[str, Any] = MEDUSA | {"lm_head": "own"}
-HEADS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "target's lm_head": (MEDUSA, ()),
-    "own lm_heads": (OWN, ()),
-    "no bias": (OWN | {"projection_bias": False}, ()),
-    "a list": (MEDUSA, IDS),
-    "a list of every token": (OWN, tuple(range(11))),
+HEADS: dict[str, dict[str, Any]] = {
+    "target's lm_head": MEDUSA,
+    "own lm_heads": OWN,
+    "no bias": OWN | {"projection_bias": False},
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_comes_back_as_it_was_and_the_stage_reads_it(name: str, tmp_path: Path) -> None:
-    fields, ids = HEADS[name]
-    spec = make_head(tmp_path, fields, ids=ids)
+    spec = make_head(tmp_path, HEADS[name])
     native = load_head(tmp_path / "head")[1]
-    if len(ids) == 11:
-        spec = dataclasses.replace(spec, draft_vocab=None)
-        del native["draft_vocab_ids"]
     read_spec, tensors = read_export(export(tmp_path, "medusa"))
     assert read_spec == spec
     assert tensors.keys() == native.keys()
@@ -87,20 +80,18 @@ def test_own_lm_heads_are_one_per_block_and_nothing_is_copied(tmp_path: Path) ->
     assert read_json(out / "config.json")["original_lm_head"] is False
 
 
-def test_a_list_is_ids_beside_the_whole_lm_head(tmp_path: Path) -> None:
+def test_a_list_is_left_out_when_told(tmp_path: Path) -> None:
     make_head(tmp_path, MEDUSA, ids=IDS)
-    out = export(tmp_path, "medusa")
-    written = load_file(out / "model.safetensors")
-    assert written["token_map"].tolist() == list(IDS)
-    assert written["lm_head.weight"].shape[0] == 11
-    config = read_json(out / "config.json")
-    assert (config["vocab_size"], config["truncated_vocab_size"]) == (11, 4)
+    out = export(tmp_path, "medusa", draft_vocab="drop")
+    assert read_export(out)[0].draft_vocab is None
+    assert read_json(out / "export.json")["dropped_draft_vocab"]
 
 
 @pytest.mark.parametrize(
     ("fields", "ids", "message"),
     [
-        (OWN, IDS, r"draft_vocab\.size=4: .* head\.own_lm_heads=false"),
+        (MEDUSA, IDS, r"draft_vocab\.size=4: .*export\.draft_vocab=drop"),
+        (OWN, IDS, r"draft_vocab\.size=4: its own lm_heads"),
         ({}, (), r"kind=mtp: .*export\.format=mimo"),
     ],
 )
@@ -131,8 +122,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "swapped": (with_tensors(swap_blocks), "tensor blocks.0.layers.0.weight"),
     "no_lm_head": (with_tensors(lambda t: void(t.pop("lm_head.weight"))), "tensor lm_head.weight"),
     "other_lm_head": (with_tensors(lambda t: void(t["lm_head.weight"].mul_(2))), "lm_head.weight"),
-    "order": (with_tensors(lambda t: void(t["token_map"].copy_(t["token_map"].flip(0)))), "strict"),
-    "no_ids": (with_tensors(lambda t: void(t.pop("token_map"))), "tensor token_map [4] is missing"),
+    "ids": (with_tensors(lambda t: t.update(token_map=torch.arange(4))), "unexpected tensor token"),
     "bias": (with_config(lambda c: c.update(medusa_fc_bias=False)), "medusa_fc_bias=false"),
     "own": (with_config(lambda c: c.update(original_lm_head=False)), "original_lm_head=false"),
     "heads": (with_config(lambda c: c.update(num_heads=2)), "num_heads=2, expected 3"),
@@ -143,7 +133,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made")
-    make_head(path, MEDUSA, ids=IDS)
+    make_head(path, MEDUSA)
     export(path, "medusa")
     return path
 

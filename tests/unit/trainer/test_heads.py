@@ -99,6 +99,28 @@ def test_packed_unroll_equals_stepwise_decode_with_a_cache(changes):
     assert compared == sum(step.rows_N.numel() for step in batch.steps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"num_layers": 2}, eagle3()], ids=["mtp", "eagle3"])
+def test_compiled_parts_compute_the_same_for_every_number_of_rows(changes):
+    spec = tiny_spec(**changes)
+    eager, embedding = random_head(spec), random_embedding(spec)
+    compiled = build_training_head(spec, dtype=torch.float32, compiled=True)
+    compiled.load_tensors(eager.export_tensors())
+    assert list(dict(compiled.named_parameters())) == list(dict(eager.named_parameters()))
+    for length in (9, 30, 17):
+        sample = random_sample(spec, length, seed=length)
+        batch = pack([sample], num_steps=2, of_layers=spec.reads_layers)
+        outcomes = []
+        for head in (eager, compiled):
+            head.zero_grad(set_to_none=True)
+            states = head(batch, embedding)
+            sum(state.square().mean() for state in states).backward()
+            grads = [p.grad for p in head.parameters() if p.grad is not None]
+            outcomes.append([*states, *grads])
+        for ours, theirs in zip(*outcomes, strict=True):
+            torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("changes", UNROLLED.values(), ids=UNROLLED.keys())
 def test_only_needed_rows_give_the_same_states_as_all_rows(changes):
     spec = tiny_spec(**changes)
