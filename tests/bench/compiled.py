@@ -1,4 +1,4 @@
-"""`python -m tests.bench.compiled`: a head's forward and backward of 1,024 rows, eager and compiled.
+"""`python -m tests.bench.compiled`: forward and backward of 1,024 rows, eager and compiled.
 
 SmolLM2's sizes, random weights, K = 1, samples of 256 tokens, half of each an answer. Times are
 the process's own seconds on a processor (one thread), in turns, so that other load on the machine

@@ -119,6 +119,26 @@ def test_members_in_other_processes_are_the_same_and_their_failures_come_back(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not has_plugin("hydra_submitit_launcher"), reason=INSTALL)
+def test_submitted_members_are_the_same_and_a_failing_one_stops_no_other(place: Place) -> None:
+    rates = "trainer.learning_rate=0.001,0.003"
+    submitit = ("hydra/launcher=submitit_local", "trainer.validate_every=0")
+    done = place.train("submitted", rates, *submitit)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert place.train("here", rates, "trainer.validate_every=0").returncode == 0
+    for rate in ("0.001", "0.003"):
+        there, here = (
+            load_head(place.root / f"{name}-learning_rate={rate}" / "head")[1]
+            for name in ("submitted", "here")
+        )
+        assert all(torch.equal(there[name], here[name]) for name in there)
+    bad = "trainer.dtype=bfloat16,float32"  # the former is refused without ZeRO
+    done = place.train("refused", *submitit, "deepspeed=zero0", bad)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert len(place.records("refused-*")) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not has_plugin("hydra_optuna_sweeper"), reason=INSTALL)
 def test_an_optimiser_is_told_the_measured_tokens_per_step(place: Place) -> None:
     search = (

@@ -342,12 +342,56 @@ def test_the_eagle3_group_is_what_the_contract_calls_eagle3() -> None:
             r"loss\.sub_vocab_size=9 .*head\.draft_vocab_size",
         ),
         ({"hidden_weight": 0, "vocab_chunk": 9}, r"loss\.vocab_chunk=9 .* lower loss\.row_chunk"),
+        (
+            {"hidden_weight": 0, "own_tokens": True, "num_unroll_steps": 2},
+            r"loss\.own_tokens=true with head\.kind=eagle3",
+        ),
     ],
 )
 def test_a_head_with_its_own_lm_head_wants_its_own_loss(loss: dict[str, Any], message: str) -> None:
     raw = yaml.safe_load((CONF_DIR / "head" / "eagle3.yaml").read_text())
     with pytest.raises(ConfigError, match=message):
         load_config(_with(("head", raw), ("loss", loss)))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "lk_lambda"])
+def test_a_divergence_over_a_list_of_ids_is_refused(kind: str) -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "eagle3.yaml").read_text())
+    settings = (("head", raw), ("loss", {"hidden_weight": 0, "kind": kind}))
+    load_config(_with(*settings))
+    with pytest.raises(
+        ConfigError, match=rf"loss\.kind={kind} with head\.draft_vocab_size=9: .*tv"
+    ):
+        load_config(_with(*settings, ("head.draft_vocab_size", 9)))
+    for other in ("reverse_kl", "tv", "lk_alpha", "expected_length"):
+        load_config(_with(*settings, ("head.draft_vocab_size", 9), ("loss.kind", other)))
+
+
+def test_lm_heads_of_medusas_own_want_a_loss_over_all_tokens() -> None:
+    raw = yaml.safe_load((CONF_DIR / "head" / "medusa.yaml").read_text()) | {"own_lm_heads": True}
+    settings = (("head", raw), ("loss", {"num_unroll_steps": 3, "hidden_weight": 0}))
+    load_config(_with(*settings))
+    with pytest.raises(ConfigError, match=r"head\.own_lm_heads=true: .* choose loss=medusa"):
+        load_config(_with(*settings, ("loss.hidden_weight", 0.1)))
+    with pytest.raises(ConfigError, match=r"loss\.sub_vocab_size=9 with head\.own_lm_heads=true"):
+        load_config(_with(*settings, ("loss.sub_vocab_size", 9)))
+    with pytest.raises(ConfigError, match=r"head\.own_lm_heads=true with head\.kind=mtp: only"):
+        load_config(_with(("head.own_lm_heads", True)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"deepspeed.zero_stage": 3}, r"trainer\.compile=true with deepspeed\.zero_stage=3: .*=2"),
+        ({"trainer.sequence_parallel": 2}, r"compile=true with trainer\.sequence_parallel=2"),
+    ],
+)
+def test_what_is_gathered_inside_a_layer_is_not_compiled(
+    settings: dict[str, Any], message: str
+) -> None:
+    load_config(_with(("trainer.compile", True)))
+    with pytest.raises(ConfigError, match=message):
+        load_config(_with(("trainer.compile", True), *settings.items()))
 
 
 def test_the_medusa_group_is_what_the_contract_calls_medusa() -> None:

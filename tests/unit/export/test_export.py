@@ -392,7 +392,7 @@ def test_a_damaged_record_is_named(key: str, value: Any, message: str, copy: Pat
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (MEDUSA, r"head kind=medusa: .* residual blocks.* Nearest: train head=mtp"),
+        (MEDUSA, r"head kind=medusa: .*export\.format=medusa \(vLLM\) is the layout"),
         (EAGLE3, "head kind=eagle3: .* no place for residual streams"),
         ({"recycle": "pre_norm"}, 'recycle="pre_norm"'),
         ({"first_embedding_mask": False}, "first_embedding_mask=false"),
