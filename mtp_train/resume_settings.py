@@ -34,6 +34,7 @@ _LATER_KEYS = (
     "sequence_parallel",
     "optimizer",
     "max_tokens",
+    "compile",
 )
 _LATER_HEAD_KEYS = ("decoder", "num_blocks", "own_lm_heads")
 
@@ -42,7 +43,7 @@ def deciding_settings(config: Config, device: torch.device) -> dict[str, Any]:
     """Plain values, as they come back from JSON. ``device``: that of training."""
     trainer = _without_later_defaults(config.trainer)
     for name in _FREE_TO_CHANGE:
-        del trainer[name]
+        trainer.pop(name, None)
     trainer["betas"] = list(trainer["betas"])
     return {
         "seed": config.seed,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from mtp_train.export.weights import hash_files
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
 from mtp_train.validate.output import stored_rung, write_report
 from mtp_train.validate.report import LadderReport, RungResult
-from mtp_train.validate.subject import hash_head
 from runtime.head_spec import HeadSpec, save_head
 from tests.unit.trainer.reference import random_head, tiny_spec
 
@@ -30,7 +30,7 @@ def put_head(root: Path, *, seed: int) -> HeadSpec:
 
 def write(run: RunDirectory, *rungs: RungResult, target: str = "t") -> dict[str, Any]:
     report = LadderReport(
-        target=target, head=str(run.head), head_sha256=hash_head(run.head), rungs=rungs
+        target=target, head=str(run.head), head_sha256=hash_files(run.head), rungs=rungs
     )
     write_report(report, tiny_spec(), run)
     content: dict[str, Any] = read_json(run.parity_file)
@@ -55,7 +55,7 @@ def test_a_rung_climbed_by_itself_leaves_the_others_as_they_were(run: RunDirecto
         first["rungs"]["P1"]["climbed_at"],
         LATER,
     ]
-    assert second["rungs"]["P1"]["head_sha256"] == hash_head(run.head)
+    assert second["rungs"]["P1"]["head_sha256"] == hash_files(run.head)
     assert not second["passed"]
     assert stored_rung(run, "P1") == rung("P1")
     assert write(run, rung("P2"))["passed"]
@@ -107,4 +107,4 @@ def test_a_report_of_before_the_stamps_is_read(run: RunDirectory) -> None:
         write_json_atomic(place, old)
     kept = write(run, rung("P2"))["rungs"]["P1"]
     assert kept["climbed_at"] == ""
-    assert kept["head_sha256"] == hash_head(run.head)
+    assert kept["head_sha256"] == hash_files(run.head)
