@@ -50,11 +50,11 @@ class FlexAttention(TrainingAttention):
         chain: Sequence[ChainStep] = (),
     ) -> torch.Tensor:
         mask = block_mask(plan, num_keys=len(k_SGC))
-        parts = tuple(x.transpose(0, 1)[None] for x in (q_NHC, k_SGC, v_SGC))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NHC, k_SGC, v_SGC))
         if self._flex is None:
-            out, lse = _OnCpu.apply(*parts, mask)
+            out, lse = _OnCpu.apply(q, k, v, mask)
         else:
-            out, lse = _attend(self._flex, *parts, mask)
+            out, lse = _attend(self._flex, q, k, v, mask)
         out_NHC, lse_NH = out[0].transpose(0, 1), lse[0].t()
         return _merge(out_NHC, lse_NH, q_NHC, chain) if chain else out_NHC.to(q_NHC.dtype)
 

@@ -24,7 +24,8 @@ from tests.unit.validate.subjects import RUNTIME
 LOSS = {"hidden_weight": 0.0, "num_unroll_steps": 3, "step_decay": 0.8}
 
 
-def test_every_zero_stage_and_world_size_trains_the_same_blocks(tmp_path):
+@pytest.mark.parametrize("kind", ["medusa", "medusa_own"])
+def test_every_zero_stage_and_world_size_trains_the_same_blocks(kind, tmp_path):
     outcomes = {}
     for world, stages in ((1, (0, 3)), (2, (1, 3))):
         variants = [(stage, {}) for stage in stages]
@@ -37,7 +38,7 @@ def test_every_zero_stage_and_world_size_trains_the_same_blocks(tmp_path):
                 zero_stage=stage,
                 trainer={"max_steps": 4, **more},
                 loss=LOSS,
-                kind="medusa",
+                kind=kind,
             )
             for stage, more in variants
         ]

@@ -77,7 +77,12 @@ class Job:
 
     @property
     def spec(self) -> HeadSpec:
-        changes = {"mtp": {}, "eagle3": eagle3(draft_vocab=12), "medusa": medusa()}
+        changes = {
+            "mtp": {},
+            "eagle3": eagle3(draft_vocab=12),
+            "medusa": medusa(),
+            "medusa_own": medusa(lm_head="own"),
+        }
         return tiny_spec(**changes[self.kind])
 
 
