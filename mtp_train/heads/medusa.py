@@ -10,6 +10,9 @@ Shape legend: S packed rows, N query rows of one step, D model width, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -64,5 +67,7 @@ class MedusaHead(TrainingHead):
         for number, step in enumerate(batch.steps):
             g_ND = take_rows(g_ND, step.parent_N if number else step.rows_N)
             states.append(self.blocks[number](g_ND))
-        own = [lm_head.weight.clone() for lm_head in self.lm_heads] if with_lm_head else []
-        return (*states, *own)
+        if not with_lm_head:
+            return tuple(states)
+        lm_heads = cast(Sequence[nn.Linear], self.lm_heads)
+        return (*states, *(lm_head.weight.clone() for lm_head in lm_heads))

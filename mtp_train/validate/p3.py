@@ -138,7 +138,7 @@ def _replay_trees(
         generations,
         hidden_sequences(subject, sequences, dtype),
         embedding_VD=subject.embedding(dtype),
-        lm_head_WD=subject.draft_lm_head(dtype),
+        lm_heads=subject.draft_lm_heads(dtype),
         draft_columns=subject.draft_columns(),
     )
 

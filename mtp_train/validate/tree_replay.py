@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.heads.base import TrainingHead
-from mtp_train.validate.unroll import HiddenSequence, chain_batch
+from mtp_train.validate.unroll import HiddenSequence, chain_batch, lm_head_of
 from runtime.request import Generation, SpecStep
 
 TIE = 1e-4  # of the largest logit's size: nearer logits may change places
@@ -54,11 +54,11 @@ def replay_trees(
     hidden: Sequence[HiddenSequence],
     *,
     embedding_VD: torch.Tensor,
-    lm_head_WD: torch.Tensor,
+    lm_heads: Sequence[torch.Tensor],
     draft_columns: torch.Tensor | None = None,
 ) -> TreeReplay:
     """``generations`` were decoded greedily with draft trees; ``hidden``: the target's states over
-    prompt + output of each. All chains are one training forward: for a handful of generations.
+    prompt + output of each; ``lm_heads`` as in :func:`training_drafts`. All chains are one training forward: for a handful of generations.
     """
     columns = _columns(draft_columns)
     chains = [_chains(generation, columns) for generation in generations]
@@ -82,7 +82,7 @@ def replay_trees(
         ending = [index for index, chain in enumerate(flat) if len(chain.path) == k]
         for at in range(0, len(ending), _ROW_CHUNK):
             rows = ending[at : at + _ROW_CHUNK]
-            logits_CW = (states[k][torch.tensor(rows)] @ lm_head_WD.T).float()
+            logits_CW = (states[k][torch.tensor(rows)] @ lm_head_of(lm_heads, k).T).float()
             wrong_nodes += sum(
                 _count_wrong(logits_W, flat[row].children)
                 for row, logits_W in zip(rows, logits_CW, strict=True)
