@@ -58,7 +58,8 @@ def replay_trees(
     draft_columns: torch.Tensor | None = None,
 ) -> TreeReplay:
     """``generations`` were decoded greedily with draft trees; ``hidden``: the target's states over
-    prompt + output of each; ``lm_heads`` as in :func:`training_drafts`. All chains are one training forward: for a handful of generations.
+    prompt + output of each; ``lm_heads`` as for :func:`mtp_train.validate.unroll.training_drafts`.
+    All chains are one training forward: for a handful of generations.
     """
     columns = _columns(draft_columns)
     chains = [_chains(generation, columns) for generation in generations]
