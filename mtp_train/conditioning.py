@@ -107,10 +107,10 @@ def condition_target(
     if out.exists():
         raise ValueError(f"out={out}: exists; name a directory that does not")
     config = load_config(source)
-    if config.fp8_block is not None:
+    if config.quantisation is not None:
         raise ValueError(
-            f"{source}: weights are stored in fp8 (quantization_config); reparametrise an "
-            "unquantised checkpoint"
+            f"{source}: is quantised ({config.quantisation.label}); reparametrise an unquantised "
+            "checkpoint"
         )
     checkpoint = Checkpoint.of(source, config)
     diagonal_D = conditioning.diagonal(config.hidden_size)

@@ -43,6 +43,8 @@ class TargetConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     cache_dir: str = ""  # de-quantised GGUF targets; empty = ~/.cache/mtp-train
+    # what its linears have to be stored in; heads are never quantised
+    quantization: Literal["any", "none", "int8", "fp8"] = "any"
 
 
 @dataclass(frozen=True)

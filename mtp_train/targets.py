@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from mtp_train.config import TargetConfig
-from mtp_train.features.target import cache_directory, target_dtype
+from mtp_train.features.target import (
+    cache_directory,
+    check_quantisation,
+    target_directory,
+    target_dtype,
+)
 from runtime.config import EngineConfig
 from runtime.models.loader import Target, load_target
 
@@ -15,11 +20,14 @@ def open_target(config: TargetConfig, *, device: torch.device, runtime: EngineCo
 
     Raises ``ValueError`` naming what is wrong with it.
     """
+    check_quantisation(config, target_directory(config))
     return load_target(
         config.path,
         dtype=target_dtype(config, device),
         device=device,
         attention=runtime.attention,
         attention_kernel=runtime.attention_kernel,
+        stored_weights=runtime.stored_weights,
+        kv_cache=runtime.kv_cache,
         cache_dir=cache_directory(config),
     )

@@ -8,6 +8,8 @@ from typing import Literal
 
 AttentionChoice = Literal["auto", "sdpa", "flashinfer"]
 AttentionKernel = Literal["auto", "fa2", "fa3", "xqa"]
+StoredWeights = Literal["auto", "dense", "stored"]
+KvCache = Literal["model", "fp8_e4m3"]
 DraftLength = Literal["pinned", "measured"]
 VerifyMode = Literal["greedy", "keyed", "rejection"]
 DraftMode = Literal["argmax", "sampled"]
@@ -21,7 +23,8 @@ class EngineConfig:
 
     Lengths and capacities are in tokens. ``num_pages`` bounds K/V memory: target and draft each
     own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's;
-    ``attention`` and ``attention_kernel`` are read where a target is loaded.
+    ``attention``, ``attention_kernel``, ``stored_weights`` and ``kv_cache`` are read where a target
+    is loaded.
     """
 
     num_threads: int = 0  # CPU threads; 0 = one per physical core
@@ -35,6 +38,9 @@ class EngineConfig:
     draft_mode: DraftMode = "argmax"
     attention: AttentionChoice = "auto"  # on a GPU: FlashInfer where it can run, else SDPA
     attention_kernel: AttentionKernel = "auto"  # FlashInfer's; auto is FA3 on Hopper, else FA2
+    # of a quantised target: dense in the model's dtype (fastest on a CPU), or in their stored width
+    stored_weights: StoredWeights = "auto"
+    kv_cache: KvCache = "model"  # the target's: in its dtype, or rounded to fp8 with a scale
     cuda_graphs: bool = False  # decoding, verification and draft loop as recorded graphs
     schedule: ScheduleName = "auto"  # auto: mtp for a head, draft_target for a whole model
     tree_nodes: int = 16  # drafted tokens that one pass of the target verifies
@@ -62,6 +68,11 @@ class EngineConfig:
             raise ValueError(
                 f"runtime.page_size={self.page_size} with runtime.attention_kernel=xqa: it has "
                 "pages of 16, 32, 64 or 128 slots"
+            )
+        if self.kv_cache == "fp8_e4m3" and self.attention == "flashinfer":
+            raise ValueError(
+                "runtime.kv_cache=fp8_e4m3 with runtime.attention=flashinfer: fp8 keys and values "
+                "are read by SDPA; use runtime.attention=sdpa or auto"
             )
         if self.draft_mode == "sampled" and self.verify != "rejection":
             raise ValueError(

@@ -8,11 +8,16 @@ same slots. Invariants: free + held pages = total; no page is held twice; pools 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from runtime.huge_pages import advise_huge_pages
+
+
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 class OutOfPagesError(Exception):
@@ -169,10 +174,61 @@ class SlotTable:
             assert not self._pages[row], f"free row {row} holds pages"
 
 
+class KvRows(Protocol):
+    """All keys, or all values, of one layer, as attention reads them: ``[slots, G, C]``."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Fp8Scales:
+    """By layer, what stored fp8 keys and values are multiplied by; empty: one."""
+
+    k: tuple[float, ...] = ()
+    v: tuple[float, ...] = ()
+
+    def of(self, layer: int) -> tuple[float, float]:
+        """Of keys and of values."""
+        return (self.k[layer], self.v[layer]) if self.k else (1.0, 1.0)
+
+
+class _Fp8Rows:
+    """fp8 rows in a tensor of bytes; what is read is in ``dtype``."""
+
+    def __init__(self, bytes_SGC: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+        self._bytes_SGC, self._scale, self._dtype = bytes_SGC, scale, dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._bytes_SGC.shape
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self._read(self._bytes_SGC[rows])
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        return self._read(self._bytes_SGC.index_select(dim, index))
+
+    def encode(self, rows_NGC: torch.Tensor) -> torch.Tensor:
+        """Bytes; what leaves the range of e4m3 becomes its largest value."""
+        scaled = (rows_NGC.float() / self._scale).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _read(self, bytes_NGC: torch.Tensor) -> torch.Tensor:
+        stored = bytes_NGC.view(torch.float8_e4m3fn)
+        return stored.float().mul_(self._scale).to(self._dtype)
+
+
 class KVPool:
     """K and V of one model by slot: ``k[layer]`` is ``[slots, G, C]``, zeroed.
 
-    With ``has_values=False`` values are columns of the keys (a latent cache): ``v`` is ``k``.
+    With ``has_values=False`` values are columns of the keys (a latent cache): ``v`` is ``k``. With
+    ``fp8`` a value takes one byte, ``k`` and ``v`` are bytes, and only :meth:`rows` and the writers
+    know what they stand for; ``dtype`` is that of what they return.
     """
 
     def __init__(
@@ -185,21 +241,57 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         has_values: bool = True,
+        fp8: Fp8Scales | None = None,
     ) -> None:
         shape = (1 + has_values, num_layers, num_slots, num_kv_heads, head_dim)
-        self._all = torch.zeros(shape, dtype=dtype, device=device)
+        stored = dtype if fp8 is None else torch.uint8
+        self._all = torch.zeros(shape, dtype=stored, device=device)
         advise_huge_pages(self._all)
         parts = [list(part.unbind()) for part in self._all]
         self.k, self.v = parts[0], parts[-1]
+        self._fp8_rows: list[tuple[_Fp8Rows, _Fp8Rows]] | None = None
+        if fp8 is not None:
+            assert has_values, "an fp8 cache holds keys and values"
+            self._fp8_rows = [
+                (
+                    _Fp8Rows(self.k[layer], fp8.of(layer)[0], dtype),
+                    _Fp8Rows(self.v[layer], fp8.of(layer)[1], dtype),
+                )
+                for layer in range(num_layers)
+            ]
+
+    def rows(self, layer: int) -> tuple[KvRows, KvRows]:
+        """All K and V of that layer."""
+        if self._fp8_rows is not None:
+            return self._fp8_rows[layer]
+        return self.k[layer], self.v[layer]
 
     def store(
         self, layer: int, slots_N: torch.Tensor, k_NGC: torch.Tensor, v_NGC: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[KvRows, KvRows]:
         """Write the rows' K and V of one layer; returns all K and V of that layer."""
-        keys, values = self.k[layer], self.v[layer]
-        keys.index_copy_(0, slots_N, k_NGC)
-        values.index_copy_(0, slots_N, v_NGC)
-        return keys, values
+        k_NGC, v_NGC = self._encode(layer, k_NGC, v_NGC)
+        self.k[layer].index_copy_(0, slots_N, k_NGC)
+        self.v[layer].index_copy_(0, slots_N, v_NGC)
+        return self.rows(layer)
+
+    def store_run(
+        self, layer: int, start: int, k_NGC: torch.Tensor, v_NGC: torch.Tensor
+    ) -> tuple[KvRows, KvRows]:
+        """:meth:`store` into neighbouring slots."""
+        k_NGC, v_NGC = self._encode(layer, k_NGC, v_NGC)
+        stop = start + k_NGC.shape[0]
+        self.k[layer][start:stop] = k_NGC
+        self.v[layer][start:stop] = v_NGC
+        return self.rows(layer)
+
+    def _encode(
+        self, layer: int, k_NGC: torch.Tensor, v_NGC: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._fp8_rows is None:
+            return k_NGC, v_NGC
+        keys, values = self._fp8_rows[layer]
+        return keys.encode(k_NGC), values.encode(v_NGC)
 
     def move(self, from_slots_M: torch.Tensor, to_slots_M: torch.Tensor) -> None:
         """Copy K and V of these slots, all layers; reads everything before it writes anything."""

@@ -8,7 +8,7 @@ Shape legend: N rows, D model width, H query heads, G key/value heads, C head wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,15 +18,13 @@ from runtime.attention.base import AttentionBackend
 from runtime.fused_block import FusedBlock, fuse_block
 from runtime.head_spec import RopeSpec
 from runtime.kv_cache import KVPool
-from runtime.linear import Linear, LinearMaker
+from runtime.linear import Linear, LinearMaker, LinearSource, TensorSource
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import RowParallelLinear
 from runtime.rope import attention_factor, inverse_frequencies
 
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
-
-TensorSource = Callable[[str], torch.Tensor]  # hands over one tensor by name, once
 
 
 @dataclass(frozen=True)
@@ -350,6 +348,10 @@ def merge_linears(
     bias = None
     if names[0] + ".bias" in shapes:
         bias = _concat_rows(take, shapes, [name + ".bias" for name in names])
+    if isinstance(take, LinearSource):
+        linear = take.linear(names, bias, make_linear)
+        if linear is not None:
+            return linear
     weight = _concat_rows(take, shapes, [name + ".weight" for name in names])
     return make_linear(weight, bias)
 

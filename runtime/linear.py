@@ -6,7 +6,7 @@ Shape legend: M rows, O output features, I input features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -38,6 +38,29 @@ class Linear(ABC):
 
 
 LinearMaker = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+TensorSource = Callable[[str], torch.Tensor]  # hands over one tensor by name, once
+
+
+class LinearSource(ABC):
+    """A :data:`TensorSource` that can hand over whole linears, where they are stored in a form of
+    their own.
+    """
+
+    @abstractmethod
+    def __call__(self, name: str) -> torch.Tensor:
+        """One tensor, plain."""
+
+    @abstractmethod
+    def below(self, prefix: str) -> LinearSource:
+        """The same for names without ``prefix``."""
+
+    @abstractmethod
+    def linear(
+        self, names: Sequence[str], bias_O: torch.Tensor | None, make_linear: LinearMaker
+    ) -> Linear | None:
+        """The linear whose outputs are those of ``names`` (without ``.weight``); ``None`` where it
+        is to be made of their plain weights.
+        """
 
 
 class PlainLinear(Linear):

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from runtime.layer_parts import CORRECTION_BIAS, ExpertSpec
-from runtime.layers import GatedMlp, TensorSource
-from runtime.linear import LinearMaker
+from runtime.layers import GatedMlp
+from runtime.linear import LinearMaker, TensorSource
 from runtime.ops import BlockOps
 from runtime.parallel import ProcessGroup
 

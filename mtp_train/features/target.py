@@ -16,6 +16,7 @@ from mtp_train.features.manifest import Fingerprint
 from mtp_train.layer_ids import choose_layer_ids
 from runtime.cpu import best_dtype
 from runtime.models.loader import default_cache_dir, fingerprint_target, resolve_target
+from runtime.models.quantisation import Quantisation, read_quantisation
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -66,6 +67,7 @@ def fingerprint_features(config: Config, directory: Path, *, device: torch.devic
     tokenizer = load_tokenizer(config.target, directory)
     template, arguments = read_template(config.data.chat_template, config.data.chat_template_kwargs)
     shape = read_shape(directory)
+    check_quantisation(config.target, directory)
     return Fingerprint(
         target_weights=fingerprint_target(directory, cache_dir=cache_directory(config.target)),
         tokenizer=tokenizer_hash(tokenizer),
@@ -77,8 +79,39 @@ def fingerprint_features(config: Config, directory: Path, *, device: torch.devic
             ("source", config.features.source),
             ("dtype", str(target_dtype(config.target, device)).removeprefix("torch.")),
             ("device", device.type),
+            *_rounding(config, directory),
         ),
     )
+
+
+def check_quantisation(target: TargetConfig, directory: Path) -> Quantisation | None:
+    """How the linears in ``directory`` are stored; ``None`` where they are plain.
+
+    Raises ``ValueError`` where ``target.quantization`` says something else.
+    """
+    file = directory / "config.json"
+    quantisation = read_quantisation(json.loads(file.read_text()), str(file))
+    kinds = sorted(quantisation.kinds) if quantisation else []
+    if target.quantization not in ("any", "+".join(kinds) or "none"):
+        stated = quantisation.label if quantisation else "no quantization_config"
+        raise ValueError(
+            f"target.quantization={target.quantization}: {file} says {stated}; allowed for this "
+            f"target: any{', ' + kinds[0] if len(kinds) == 1 else ', none' if not kinds else ''}"
+        )
+    return quantisation
+
+
+def _rounding(config: Config, directory: Path) -> list[tuple[str, str]]:
+    """Settings of a fingerprint, where the target's weights, inputs, keys or values are rounded;
+    stores of others have none.
+    """
+    found = []
+    quantisation = check_quantisation(config.target, directory)
+    if quantisation is not None:
+        found.append(("quantization", quantisation.label))
+    if config.runtime.kv_cache != "model" and config.features.source == "runtime":
+        found.append(("kv_cache", config.runtime.kv_cache))
+    return found
 
 
 def load_tokenizer(config: TargetConfig, directory: Path) -> Any:

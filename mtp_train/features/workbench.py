@@ -80,6 +80,8 @@ def load_workbench(
             device=device,
             attention=config.runtime.attention,
             attention_kernel=config.runtime.attention_kernel,
+            stored_weights=config.runtime.stored_weights,
+            kv_cache=config.runtime.kv_cache,
             cache_dir=cache_directory(config.target),
             group=tensor_group,
         ).model

@@ -72,6 +72,8 @@ class Subject:
                 device=self.device,
                 attention=self.engine_config.attention,
                 attention_kernel=self.engine_config.attention_kernel,
+                stored_weights=self.engine_config.stored_weights,
+                kv_cache=self.engine_config.kv_cache,
                 cache_dir=self.cache_dir,
             )
         return self._targets[dtype]

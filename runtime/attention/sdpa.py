@@ -24,7 +24,7 @@ from runtime.attention.base import AttentionBackend
 from runtime.attention.masks import causal_mask, padded_causal_mask
 from runtime.attention.tree import TreePlan, plan_tree, run_tree
 from runtime.batch import ForwardBatch, upload
-from runtime.kv_cache import KVPool, SlotTable
+from runtime.kv_cache import KVPool, KvRows, SlotTable
 
 _MAX_GROUPED_ROWS = 16  # rows per request up to which requests are gathered into one call
 _CPU_ROW_BLOCK = 128
@@ -133,10 +133,7 @@ class SdpaBackend(AttentionBackend):
         if isinstance(plan, TreePlan):
             return run_tree(plan, pool, layer, q_NHC, k_NGC, v_NGC, scale=scale)
         if plan.write_start is not None:
-            keys, values = pool.k[layer], pool.v[layer]
-            stop = plan.write_start + k_NGC.shape[0]
-            keys[plan.write_start : stop] = k_NGC
-            values[plan.write_start : stop] = v_NGC
+            keys, values = pool.store_run(layer, plan.write_start, k_NGC, v_NGC)
         else:
             keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
         out_NHC = q_NHC.new_empty(q_NHC.shape)
@@ -191,8 +188,8 @@ def _plan_group(
 def _attend_group(
     group: RequestGroup,
     q_NHC: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: KvRows,
+    values: KvRows,
     masks: dict[tuple[int, ...], torch.Tensor],
     scale: float | None,
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from runtime.attention.merge import attend_part, merge_parts
 from runtime.batch import ForwardBatch, upload
-from runtime.kv_cache import KVPool, SlotTable
+from runtime.kv_cache import KVPool, KvRows, SlotTable
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def run_tree(
     )
 
 
-def _prefix_rows(stored: torch.Tensor, prefix: Prefix) -> torch.Tensor:
+def _prefix_rows(stored: KvRows, prefix: Prefix) -> torch.Tensor:
     if prefix.slot_start is not None:
         return stored[prefix.slot_start : prefix.slot_start + prefix.length]
     assert prefix.slots_T is not None, "prefix has neither a run nor slots"

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from runtime.head_spec import RopeSpec, YarnSpec
 from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts, layer_shapes
-from runtime.models.block_fp8 import BlockSize, read_block_size
 from runtime.models.families import FAMILIES, describe_supported, read_traits
 from runtime.models.fields import number, positive
+from runtime.models.quantisation import Quantisation, read_quantisation
 from runtime.rope import yarn_attention_factor
 
 ROPE_KINDS = ("default", "llama3", "yarn")
@@ -51,7 +51,7 @@ class ModelConfig:
     latent: LatentSpec | None = None  # None: grouped-query attention
     experts: ExpertSpec | None = None  # None: a dense MLP in every layer
     num_native_heads: int = 0  # decoder layers behind the last one, for drafts: not read
-    fp8_block: BlockSize | None = None  # weights are stored in fp8 with a scale per such block
+    quantisation: Quantisation | None = None  # how the checkpoint stores linears
 
     @property
     def q_dim(self) -> int:
@@ -180,7 +180,7 @@ def parse_config(
         latent=traits.latent,
         experts=traits.experts,
         num_native_heads=traits.num_native_heads,
-        fp8_block=read_block_size(raw, source),
+        quantisation=read_quantisation(raw, source),
     )
 
 

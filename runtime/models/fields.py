@@ -40,3 +40,13 @@ def only(raw: Mapping[str, Any], name: str, source: str, *, supported: object) -
     value = raw.get(name)
     if value is not None and value != supported:
         raise ValueError(f"{source}: {name}={value!r}; supported: {supported!r}")
+
+
+def read_choice(
+    raw: Mapping[str, Any], name: str, allowed: tuple[str, ...], source: str
+) -> str:
+    """One of ``allowed``."""
+    value = raw.get(name)
+    if value not in allowed:
+        raise ValueError(f"{source}.{name}={value!r}; allowed: {', '.join(map(repr, allowed))}")
+    return str(value)

@@ -23,17 +23,16 @@ import torch
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu import choose_linear
-from runtime.kv_cache import KVPool, SlotTable
+from runtime.kv_cache import Fp8Scales, KVPool, SlotTable
 from runtime.layers import (
     BlockShape,
     DecoderBlock,
     RotaryEmbedding,
-    TensorSource,
     build_block,
     norm_weight,
     run_blocks,
 )
-from runtime.linear import LinearMaker
+from runtime.linear import LinearMaker, LinearSource, TensorSource
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
 from runtime.models.mla import LatentAttention
@@ -51,7 +50,8 @@ class LlamaModel(Model):
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
     more than the weights themselves. ``make_linear`` defaults to what
-    :func:`runtime.cpu.choose_linear` chooses without kernels. Raises ``ValueError`` for latent
+    :func:`runtime.cpu.choose_linear` chooses without kernels. ``fp8_cache``: keys and values are
+    kept in fp8, with these scales. Raises ``ValueError`` for latent
     attention on several ranks or with a backend that has none.
     """
 
@@ -68,8 +68,10 @@ class LlamaModel(Model):
         device: torch.device,
         group: ProcessGroup,
         make_linear: LinearMaker | None = None,
+        fp8_cache: Fp8Scales | None = None,
     ) -> None:
         self.config = config
+        self.fp8_cache = fp8_cache
         self.group = group
         self.backend = backend
         self.ops = ops
@@ -115,6 +117,7 @@ class LlamaModel(Model):
             dtype=self.dtype,
             device=self.device,
             has_values=latent is None,
+            fp8=self.fp8_cache,
         )
 
     def embed(self, input_ids_N: torch.Tensor) -> torch.Tensor:
@@ -187,9 +190,12 @@ class LlamaModel(Model):
     def _take_block(self, take: TensorSource, index: int) -> DecoderBlock:
         prefix = f"model.layers.{index}."
 
-        def take_local(name: str) -> torch.Tensor:
+        def take_one(name: str) -> torch.Tensor:
             return take(prefix + name)
 
+        take_local: TensorSource = take_one
+        if isinstance(take, LinearSource):
+            take_local = take.below(prefix)
         config, ops, make_linear = self.config, self.ops, self.make_linear
         shapes = share_layer(config, index, self.group).shapes
         attention, mlp = None, None

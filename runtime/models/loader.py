@@ -20,24 +20,37 @@ from runtime.attention.base import AttentionBackend
 from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
-from runtime.config import AttentionChoice, AttentionKernel
+from runtime.config import AttentionChoice, AttentionKernel, KvCache, StoredWeights
 from runtime.cpu import choose_linear
 from runtime.cpu_kernels import MAX_GROUP
 from runtime.files import sha256_file, write_atomic
 from runtime.kernel_library import load_kernels
+from runtime.kv_cache import Fp8Scales
 from runtime.layer_parts import CORRECTION_BIAS
-from runtime.models.block_fp8 import SCALE_SUFFIX, BlockSize, dequantise, scale_shape
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
+from runtime.models.quantisation import InputScheme, LinearScheme, Quantisation
+from runtime.models.quantised_source import QuantisedSource, refuse_rounding
+from runtime.models.stored_tensors import (
+    Shapes,
+    check_dtype,
+    kv_scale_names,
+    read_weight,
+    stored_shapes,
+)
+from runtime.linear import TensorSource
 from runtime.ops import TorchOps
 from runtime.parallel import ProcessGroup, SingleProcessGroup
+from runtime.quantised_linear import StaticRange
 from runtime.sharding import Shard, target_shards
+from runtime.stored_weight import StoredWeight
 
 logger = logging.getLogger(__name__)
 
 _INDEX_NAME = "model.safetensors.index.json"
 _WEIGHTS_NAME = "model.safetensors"
+_WIDTHS = {"F8": "fp8", "I8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,8 @@ def load_target(
     attention: AttentionChoice = "auto",
     attention_kernel: AttentionKernel = "auto",
     use_kernels: bool = True,
+    stored_weights: StoredWeights = "auto",
+    kv_cache: KvCache = "model",
     cache_dir: Path | None = None,
     group: ProcessGroup | None = None,
 ) -> Target:
@@ -75,7 +90,8 @@ def load_target(
     ``attention_kernel`` choose on a GPU (:func:`runtime.attention.choice.choose_gpu_backend`);
     ``backend`` overrides the choice of attention alone. ``cache_dir`` defaults to
     :func:`default_cache_dir`. ``group``: the ranks over which the weights are spread (default: all
-    of them here); every one loads, and reads its own part only.
+    of them here); every one loads, and reads its own part only. ``stored_weights`` and ``kv_cache``
+    as in :class:`runtime.config.EngineConfig`.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -90,6 +106,20 @@ def load_target(
         own = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
         return checkpoint.read(name, dtype=own, device=device, shard=shards.get(name))
 
+    source: TensorSource = take
+    if config.quantisation is not None:
+        refuse_rounding(config, checkpoint, world_size=group.world_size)
+        keeps_width = stored_weights == "stored" or (
+            stored_weights == "auto" and device.type == "cuda" and group.world_size == 1
+        )
+        if keeps_width and group.world_size > 1:
+            raise ValueError(
+                f"runtime.stored_weights=stored over {group.world_size} ranks: weights keep their "
+                "stored width on one rank only; use runtime.stored_weights=dense"
+            )
+        source = QuantisedSource(
+            checkpoint, take, dtype=dtype, device=device, keeps_width=keeps_width
+        )
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
     if (
         kernels is not None
@@ -98,7 +128,10 @@ def load_target(
     ):
         logger.warning("more than %d query heads per key head: no fused kernels", MAX_GROUP)
         kernels = None
-    if backend is None and config.latent is not None:
+    if kv_cache == "fp8_e4m3":
+        _refuse_fp8_cache(config, attention, backend)
+        backend = SdpaBackend()
+    elif backend is None and config.latent is not None:
         backend = _latent_backend(config, attention)
     elif backend is None and device.type == "cuda":
         backend = choose_gpu_backend(
@@ -110,13 +143,14 @@ def load_target(
         backend = SdpaBackend() if kernels is None else CpuBackend(kernels)
     model = LlamaModel(
         config,
-        take,
+        source,
         backend=backend,
         ops=kernels or TorchOps(),
         dtype=dtype,
         device=device,
         group=group,
         make_linear=choose_linear(dtype, device, kernels),
+        fp8_cache=checkpoint.read_kv_scales() if kv_cache == "fp8_e4m3" else None,
     )
     return Target(
         model=model,
@@ -125,6 +159,21 @@ def load_target(
         fingerprint=fingerprint_target(directory, cache_dir=cache_dir),
         eos_token_ids=config.eos_token_ids,
     )
+
+
+def _refuse_fp8_cache(
+    config: ModelConfig, attention: AttentionChoice, backend: AttentionBackend | None
+) -> None:
+    if config.latent is not None:
+        raise ValueError(
+            f"runtime.kv_cache=fp8_e4m3 with latent attention ({config.architecture}): it is "
+            "there for keys and values of heads; use runtime.kv_cache=model"
+        )
+    if attention == "flashinfer" or not isinstance(backend, SdpaBackend | None):
+        raise ValueError(
+            "runtime.kv_cache=fp8_e4m3 with runtime.attention=flashinfer: fp8 keys and values are "
+            "read by SDPA; use runtime.attention=sdpa or auto"
+        )
 
 
 def _latent_backend(config: ModelConfig, attention: AttentionChoice) -> AttentionBackend:
@@ -196,8 +245,8 @@ class Checkpoint:
     """The tensors of a directory, checked against a strict list when opened, read one at a time.
 
     With a tied head a stored ``lm_head.weight`` is allowed and must equal the embedding. Tensors
-    whose names begin with one of ``unread`` are neither checked nor read. With ``fp8_block``
-    weights may be stored in fp8, each with its scales (:mod:`runtime.models.block_fp8`).
+    whose names begin with one of ``unread`` are neither checked nor read. ``quantisation`` says
+    which weights are stored how (:mod:`runtime.models.stored_tensors`).
     """
 
     @classmethod
@@ -211,7 +260,7 @@ class Checkpoint:
                 f"model.layers.{config.num_layers + index}."
                 for index in range(config.num_native_heads)
             ),
-            fp8_block=config.fp8_block,
+            quantisation=config.quantisation,
         )
 
     def __init__(
@@ -221,10 +270,12 @@ class Checkpoint:
         *,
         tied: bool,
         unread: tuple[str, ...] = (),
-        fp8_block: BlockSize | None = None,
+        quantisation: Quantisation | None = None,
     ) -> None:
-        self._fp8_block = fp8_block
-        in_fp8: set[str] = set()
+        self._quantisation = quantisation
+        self._schemes: dict[str, LinearScheme] = {}
+        self._shapes = dict(shapes)
+        dtypes: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
         self._is_tied = tied
         found: dict[str, tuple[int, ...]] = {}
@@ -238,31 +289,22 @@ class Checkpoint:
                     for name in handle.keys():  # noqa: SIM118
                         stored = handle.get_slice(name)
                         found[name] = tuple(stored.get_shape())
-                        if stored.get_dtype().startswith("F8"):
-                            in_fp8.add(name)
+                        dtypes[name] = stored.get_dtype()
                         self._file_of[name] = file
             except SafetensorError as error:
                 raise ValueError(f"{file}: damaged safetensors file ({error})") from error
-        scales: dict[str, tuple[int, ...]] = {}
-        for name in in_fp8 & shapes.keys():
-            if fp8_block is None or len(shapes[name]) != 2:
-                raise ValueError(
-                    f"target={path}: tensor {name} is stored in fp8; config.json has to say so "
-                    "(quantization_config with a weight_block_size), and only weights can be"
-                )
-            scales[name + SCALE_SUFFIX] = scale_shape(shapes[name], fp8_block)
-        shapes = {**shapes, **scales}
-        for name, shape in shapes.items():
+        expected = self._expected(dtypes, source=f"target={path}")
+        for name, allowed in expected.items():
             if name not in found:
-                raise ValueError(f"target={path}: tensor {name} {list(shape)} is missing")
-            if found[name] != shape:
+                raise ValueError(f"target={path}: tensor {name} {list(allowed[0])} is missing")
+            if found[name] not in allowed:
                 raise ValueError(
                     f"target={path}: tensor {name} has shape {list(found[name])}, "
-                    f"expected {list(shape)}"
+                    f"expected {list(allowed[0])}"
                 )
         for name in found:
             is_tied_copy = tied and name == "lm_head.weight"
-            is_known = name in shapes or is_tied_copy or name.startswith(unread)
+            is_known = name in expected or is_tied_copy or name.startswith(unread)
             if not is_known and not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(f"target={path}: unexpected tensor {name}")
         if tied and "lm_head.weight" in found:
@@ -274,9 +316,8 @@ class Checkpoint:
         """One tensor, or one rank's part of it, de-quantised, converted and moved; nothing stays
         mapped.
         """
-        if self._fp8_block is not None and name + SCALE_SUFFIX in self._file_of:
-            scale_PQ = self.read_stored(name + SCALE_SUFFIX)
-            whole = dequantise(self.read_stored(name), scale_PQ, self._fp8_block)
+        if name in self._schemes:
+            whole = self.read_weight(name).dense(torch.float32)
             return (whole if shard is None else shard.cut(whole)).to(device=device, dtype=dtype)
         with safe_open(self._file_of[name], framework="pt") as handle:
             if shard is None:
@@ -302,6 +343,60 @@ class Checkpoint:
         """One tensor as it is stored, on the host; nothing of the file stays mapped."""
         with safe_open(self._file_of[name], framework="pt") as handle:
             return handle.get_tensor(name).clone()
+
+    def scheme_of(self, name: str) -> LinearScheme | None:
+        """How the weight ``name`` is quantised; ``None`` where it is not."""
+        return self._schemes.get(name)
+
+    def read_weight(self, name: str) -> StoredWeight:
+        """A quantised weight as it is stored, on the host."""
+        assert self._quantisation is not None, "an unquantised checkpoint"
+        shape, scheme = self._shapes[name], self._schemes[name]
+        return read_weight(name, shape, scheme, self._quantisation, self.read_stored)
+
+    def read_input_range(self, name: str, scheme: InputScheme) -> StaticRange | None:
+        """The stored range of what the linear with the weight ``name`` reads."""
+        if scheme.is_dynamic:
+            return None
+        module = name.removesuffix("weight")
+        scale = float(self.read_stored(module + "input_scale"))
+        if scheme.is_symmetric:
+            return StaticRange(scale)
+        return StaticRange(scale, float(self.read_stored(module + "input_zero_point")))
+
+    def read_kv_scales(self) -> Fp8Scales:
+        """Of an fp8 cache, by layer; ones where the checkpoint has none."""
+        names = [name for name in kv_scale_names(self._shapes) if name in self._file_of]
+        scales = [float(self.read_stored(name)) for name in names]
+        return Fp8Scales(tuple(scales[0::2]), tuple(scales[1::2]))
+
+    def _expected(self, dtypes: Mapping[str, str], *, source: str) -> dict[str, Shapes]:
+        """The strict list of what is stored; fills in which weights are quantised."""
+        quantisation = self._quantisation
+        expected: dict[str, Shapes] = {}
+        for name, shape in self._shapes.items():
+            scheme = None
+            if quantisation is not None and len(shape) == 2:
+                scheme = quantisation.scheme_of(name)
+                if quantisation.by_stored_dtype and not dtypes.get(name, "").startswith("F8"):
+                    scheme = None
+            if scheme is None:
+                if dtypes.get(name, "").startswith(("F8", "I8")):
+                    raise ValueError(
+                        f"{source}: tensor {name} is stored in {_WIDTHS[dtypes[name][:2]]}; "
+                        "config.json has to say so (quantization_config), and only weights can be"
+                    )
+                expected[name] = (shape,)
+                continue
+            assert quantisation is not None
+            self._schemes[name] = scheme
+            expected |= stored_shapes(name, shape, scheme, quantisation)
+            stored = name + "_packed" if scheme.weights.is_packed else name
+            if stored in dtypes:
+                check_dtype(stored, dtypes[stored], scheme, source=source)
+        if quantisation is not None and quantisation.has_kv_scales:
+            expected |= dict.fromkeys(kv_scale_names(self._shapes), ((1,), (), (1, 1)))
+        return expected
 
     def _check_tied(self, path: Path) -> None:
         cpu = torch.device("cpu")

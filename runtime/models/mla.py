@@ -23,8 +23,8 @@ import torch
 from runtime.attention.base import AttentionBackend
 from runtime.kv_cache import KVPool
 from runtime.layer_parts import LatentSpec
-from runtime.layers import TensorSource, merge_linears, norm_weight
-from runtime.linear import LinearMaker
+from runtime.layers import merge_linears, norm_weight
+from runtime.linear import LinearMaker, TensorSource
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
 
 

@@ -16,7 +16,7 @@ import torch
 
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import TensorSource
+from runtime.linear import TensorSource
 from runtime.models.heads.mtp import MtpHead
 from runtime.models.llama import check_layer_ids
 from runtime.ops import NormWeight

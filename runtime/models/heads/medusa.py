@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
-from runtime.layers import TensorSource
-from runtime.linear import Linear
+from runtime.linear import Linear, TensorSource
 from runtime.models.heads.mtp import MtpHead
 from runtime.screened_linear import ScreenedLinear
 

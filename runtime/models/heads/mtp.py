@@ -25,12 +25,11 @@ from runtime.layers import (
     BlockShape,
     DecoderBlock,
     RotaryEmbedding,
-    TensorSource,
     build_block,
     norm_weight,
     run_blocks,
 )
-from runtime.linear import Linear
+from runtime.linear import Linear, TensorSource
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
 from runtime.ops import NormWeight

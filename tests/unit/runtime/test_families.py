@@ -16,7 +16,7 @@ from runtime.batch import BatchMode
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.layer_parts import LayerParts
-from runtime.layers import TensorSource
+from runtime.linear import TensorSource
 from runtime.models.config import ModelConfig, load_config, parse_config
 from runtime.models.families import FAMILIES
 from runtime.models.llama import LlamaModel
