@@ -130,12 +130,22 @@ class HuggingFaceSource(FeatureSource):
 def load_hugging_face(
     path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> Any:
-    """The causal language model in ``path`` (no network)."""
+    """The causal language model in ``path`` (no network).
+
+    Raises ``ValueError`` naming the package that transformers lacks for a quantised target.
+    """
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
-    )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except ImportError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"target={path}: transformers cannot load it as a reference ({first_line}); install "
+            "the extra `quantised`, or leave huggingface out (features.p0_references=[decode])"
+        ) from error
     return model.to(device).eval()
 
 

@@ -172,7 +172,16 @@ class _Planner:
 
     @property
     def _target_bytes(self) -> float:
-        return float(self.facts.num_weights * self.width)
+        return self.facts.weight_bytes(self.width, stored=self._keeps_width)
+
+    @property
+    def _keeps_width(self) -> bool:
+        """Whether quantised weights stay as they are stored, as the loader decides it."""
+        asked = self.config.runtime.stored_weights
+        is_possible = bool(self.facts.num_stored_weights) and self.tensor_parallel == 1
+        return is_possible and (
+            asked == "stored" or (asked == "auto" and not self.hardware.is_cpu)
+        )
 
     def _pool(self, *, share: int) -> Part:
         runtime = self.config.runtime
@@ -188,12 +197,24 @@ class _Planner:
     def _tensor_parallel(self) -> int:
         """Fewest devices, a divisor of all, over which weights and K/V of the target fit."""
         asked = self.config.features.tensor_parallel
-        needed = self._target_bytes + self._pool(share=1).num_bytes
         for count in range(1, self.n + 1):
+            self.tensor_parallel = count  # one device alone keeps the stored width
+            needed = self._target_bytes + self._pool(share=1).num_bytes
             is_enough = needed / count <= USABLE_SHARE * self.hardware.memory_bytes
             if self.n % count == 0 and count >= min(asked, self.n) and is_enough:
                 return count
         return self.n
+
+    @property
+    def _weights_formula(self) -> str:
+        facts = self.facts
+        if not self._keeps_width:
+            return f"W {facts.num_weights / 1e9:,.3f}G x {self.width} B"
+        plain = facts.num_weights - facts.num_stored_weights
+        return (
+            f"{facts.num_stored_weights / 1e9:,.3f}G of W x 1 B + {facts.num_scales / 1e6:,.1f}M "
+            f"scales x 4 B + {plain / 1e9:,.3f}G x {self.width} B"
+        )
 
     def _decoding_memory(self) -> MemoryUse:
         share = self.tensor_parallel
@@ -201,7 +222,7 @@ class _Planner:
         weights = Part(
             "target weights",
             self._target_bytes / share,
-            f"W {self.facts.num_weights / 1e9:,.3f}G x {self.width} B{over}",
+            self._weights_formula + over,
         )
         rows = self.config.features.max_batch_tokens
         activations = Part(
@@ -241,7 +262,11 @@ class _Planner:
         parts = list(self._base())
         if self._validates_inline:
             parts.append(
-                Part("target weights", self._target_bytes, f"W x {self.width} B, validation inline")
+                Part(
+                    "target weights",
+                    self._target_bytes,
+                    f"{self._weights_formula}, validation inline",
+                )
             )
             parts.append(self._pool(share=1))
         else:
@@ -477,6 +502,9 @@ class _Planner:
             )
         if not facts.is_runnable:
             notes.append(f"{facts.architecture}: this build's runtime does not load such a target")
+        if facts.quantisation:
+            how = "as stored" if self._keeps_width else f"in {self.width} bytes each, de-quantised"
+            notes.append(f"quantised target ({facts.quantisation}): weights are held {how}")
         if not facts.has_plain_layers:
             notes.append(
                 "the target has latent attention or experts; the head is a plain decoder layer of "

@@ -20,6 +20,8 @@ from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, RopeSpec
 from runtime.layer_parts import LayerParts
 from runtime.models.config import ModelConfig
 from runtime.models.families import FAMILIES, read_traits
+from runtime.models.quantisation import read_quantisation
+from runtime.stored_weight import scale_shape
 
 KNOWN_TARGETS = Path(__file__).with_name("known_targets.json")
 _FAMILIES = MappingProxyType(
@@ -55,11 +57,21 @@ class TargetFacts:
     head_dim: int
     layer_parts: LayerParts  # of the target's layers; a head follows them
     has_plain_layers: bool = True  # neither latent attention nor experts
+    quantisation: str = ""  # how the checkpoint stores its linears; empty: plainly
+    num_stored_weights: int = 0  # of one byte each
+    num_scales: int = 0  # of four bytes each, beside them
 
     @property
     def is_runnable(self) -> bool:
         """Whether this build's runtime loads such a target."""
         return self.architecture in FAMILIES
+
+    def weight_bytes(self, width: int, *, stored: bool) -> float:
+        """Of all weights in a dtype of ``width`` bytes; ``stored``: quantised ones as they are."""
+        if not stored:
+            return float(self.num_weights * width)
+        plain = self.num_weights - self.num_stored_weights
+        return float(plain * width + self.num_stored_weights + 4 * self.num_scales)
 
     @property
     def num_embedding_weights(self) -> int:
@@ -96,12 +108,9 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         raise ValueError(
             f"{source}: model_type={family!r}; a plan can be made for {', '.join(MODEL_TYPES)}"
         )
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            f"{source}: quantization_config is set; plans are for unquantised targets only"
-        )
     model = _read_shape(raw, architecture=_FAMILIES[family], source=source)
     num_weights = _count(model.tensor_shapes())
+    num_stored, num_scales = _count_stored(model)
     architectures = raw.get("architectures") or [f"{family} without architectures"]
     return TargetFacts(
         name=name,
@@ -119,6 +128,9 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         head_dim=model.head_dim,
         layer_parts=model.layer_parts,
         has_plain_layers=model.latent is None and model.experts is None,
+        quantisation=model.quantisation.label if model.quantisation else "",
+        num_stored_weights=num_stored,
+        num_scales=num_scales,
     )
 
 
@@ -192,7 +204,27 @@ def _read_shape(raw: Mapping[str, Any], *, architecture: str, source: str) -> Mo
         layer_parts=traits.layer_parts,
         latent=traits.latent,
         experts=traits.experts,
+        quantisation=read_quantisation(raw, source),
     )
+
+
+def _count_stored(model: ModelConfig) -> tuple[int, int]:
+    """Weights that are stored in one byte, and their scales.
+
+    Of checkpoints that do not list theirs (``quant_method=fp8``): all linears but routers and
+    ``lm_head``, as they are published.
+    """
+    weights, scales, quantisation = 0, 0, model.quantisation
+    if quantisation is None:
+        return weights, scales
+    for name, shape in model.tensor_shapes().items():
+        scheme = quantisation.scheme_of(name) if len(shape) == 2 else None
+        is_plain = name == "lm_head.weight" or name.endswith("mlp.gate.weight")
+        if scheme is None or (quantisation.by_stored_dtype and is_plain):
+            continue
+        weights += math.prod(shape)
+        scales += math.prod(scale_shape(shape, scheme.weights.block_of(shape)))
+    return weights, scales
 
 
 def _count_idle(model: ModelConfig) -> int:

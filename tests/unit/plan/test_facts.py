@@ -80,7 +80,7 @@ def test_weights_and_head_of_a_directory_are_those_of_its_tensor_list(tmp_path: 
             r"model_type='gpt2'; a plan can be made for llama, mistral, qwen2, qwen3",
         ),
         ({"hidden_size": None}, r"config.json: hidden_size=None; expected a positive integer"),
-        ({"quantization_config": {"bits": 4}}, "unquantised targets only"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config.quant_method=None; allowed"),
     ],
 )
 def test_a_configuration_that_cannot_be_counted_is_refused_by_name(
@@ -90,6 +90,27 @@ def test_a_configuration_that_cannot_be_counted_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
         read_facts(tmp_path)
+
+
+def test_quantised_weights_take_a_byte_and_their_scales() -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128}
+    quantised = {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head"],
+        }
+    }
+    raw = known_targets()["Llama-3.1-8B"]
+    plain = parse_facts(raw, name="a", source="a")
+    facts = parse_facts(raw | quantised, name="a", source="a")
+    linears = plain.num_weights - plain.num_embedding_weights - 65 * 4096
+    assert facts.num_stored_weights == linears
+    assert facts.num_scales == linears // 128
+    others = plain.num_weights - linears
+    assert facts.weight_bytes(2, stored=True) == linears + 4 * linears // 128 + 2 * others
+    assert facts.weight_bytes(2, stored=False) == plain.weight_bytes(2, stored=True)
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
