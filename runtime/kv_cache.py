@@ -16,7 +16,6 @@ import torch
 
 from runtime.huge_pages import advise_huge_pages
 
-
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 

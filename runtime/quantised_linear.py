@@ -45,8 +45,8 @@ class InputRounding:
     def scale(self, x_MI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point, ``[M, 1]`` or ``[1, 1]``, in the dtype of ``x``."""
         if self.static is not None:
-            stored = x_MI.new_tensor([[self.static.scale], [self.static.zero_point]])
-            return stored[:1], stored[1:]
+            one = (1, 1)  # filled, not copied: nothing waits
+            return x_MI.new_full(one, self.static.scale), x_MI.new_full(one, self.static.zero_point)
         half = _HALF_RANGE[self.scheme.kind]
         low, high = (
             (x_MI.amin(1, keepdim=True), x_MI.amax(1, keepdim=True))

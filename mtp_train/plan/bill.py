@@ -179,9 +179,7 @@ class _Planner:
         """Whether quantised weights stay as they are stored, as the loader decides it."""
         asked = self.config.runtime.stored_weights
         is_possible = bool(self.facts.num_stored_weights) and self.tensor_parallel == 1
-        return is_possible and (
-            asked == "stored" or (asked == "auto" and not self.hardware.is_cpu)
-        )
+        return is_possible and (asked == "stored" or (asked == "auto" and not self.hardware.is_cpu))
 
     def _pool(self, *, share: int) -> Part:
         runtime = self.config.runtime

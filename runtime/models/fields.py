@@ -42,9 +42,7 @@ def only(raw: Mapping[str, Any], name: str, source: str, *, supported: object) -
         raise ValueError(f"{source}: {name}={value!r}; supported: {supported!r}")
 
 
-def read_choice(
-    raw: Mapping[str, Any], name: str, allowed: tuple[str, ...], source: str
-) -> str:
+def read_choice(raw: Mapping[str, Any], name: str, allowed: tuple[str, ...], source: str) -> str:
     """One of ``allowed``."""
     value = raw.get(name)
     if value not in allowed:

@@ -27,6 +27,7 @@ from runtime.files import sha256_file, write_atomic
 from runtime.kernel_library import load_kernels
 from runtime.kv_cache import Fp8Scales
 from runtime.layer_parts import CORRECTION_BIAS
+from runtime.linear import TensorSource
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
@@ -39,7 +40,6 @@ from runtime.models.stored_tensors import (
     read_weight,
     stored_shapes,
 )
-from runtime.linear import TensorSource
 from runtime.ops import TorchOps
 from runtime.parallel import ProcessGroup, SingleProcessGroup
 from runtime.quantised_linear import StaticRange

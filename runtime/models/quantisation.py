@@ -123,7 +123,7 @@ class Quantisation:
         Exact names have precedence over patterns, and those over ``Linear``.
         """
         module = tensor.removesuffix(".weight")
-        if module == tensor or module == _EMBEDDING:
+        if module in (tensor, _EMBEDDING):
             return None
         if any(rank_match(module, entry) is not None for entry in self.ignore):
             return None

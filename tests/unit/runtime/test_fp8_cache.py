@@ -86,9 +86,7 @@ def test_states_are_those_of_rounded_keys_and_values(
     monkeypatch.setattr(KVPool, "_encode", round_rows)
     from runtime.attention.sdpa import SdpaBackend
 
-    target = load_target(
-        tmp_path / "model", dtype=torch.float32, device=CPU, backend=SdpaBackend()
-    )
+    target = load_target(tmp_path / "model", dtype=torch.float32, device=CPU, backend=SdpaBackend())
     (wanted,) = make_engine(target).forward_hidden([ids])
     assert relative_error(got, wanted.hidden_TD) < 1e-5
     assert relative_error(got, exact) > 1e-3
@@ -100,7 +98,10 @@ def test_speculation_over_an_fp8_cache_changes_no_token(schedule: str, tmp_path:
     target = load(tmp_path / "model", kv_cache="fp8_e4m3")
     requests = make_requests(4, max_tokens=16, ignore_eos=True)
     plain = run_stepwise(make_engine(target), requests)
-    engine = make_engine(target, random_head(target), num_draft_tokens=3, schedule=schedule)
+    draft = random_head(target)
+    engine = make_engine(
+        target, draft, num_draft_tokens=3, schedule=schedule, tree_nodes=8, max_batch_tokens=96
+    )
     assert run_stepwise(engine, requests, late=True) == plain
     exact = make_engine(load(tmp_path / "model", kv_cache="model"))
     assert run_stepwise(exact, requests) != plain

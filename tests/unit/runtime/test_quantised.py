@@ -32,23 +32,16 @@ from runtime.quantised_linear import (
 from runtime.stored_weight import StoredWeight, stack_weights, unpack_int8
 from tests.unit.runtime.engine_fixtures import make_engine
 from tests.unit.runtime.model_fixtures import random_ids, relative_error, save_model
+from tests.unit.runtime.quantised_fixtures import (
+    FP8,
+    FP8_ROWS,
+    INT8_ROWS,
+    TOKENS,
+    stated,
+    write_quantised,
+)
 
 CPU = torch.device("cpu")
-FP8 = torch.float8_e4m3fn
-INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-FP8_ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-
-
-def stated(**changes: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": INT8_ROWS, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group | changes.pop("group", {})},
-        "ignore": ["lm_head"],
-        **changes,
-    }
 
 
 def load(
@@ -216,29 +209,6 @@ def test_parts_side_by_side_are_their_outputs_one_after_the_other() -> None:
     assert torch.allclose(SideBySideLinear(parts)(x_MI), wanted, atol=1e-6)
 
 
-def write_quantised(path: Path, config: dict[str, Any], **kept: torch.Tensor) -> dict[str, Any]:
-    """Quantise the linears of a saved model by rows in place; what they stand for."""
-    file = path / "model.safetensors"
-    quantisation = read_quantisation({"quantization_config": config}, "test")
-    assert quantisation is not None
-    stored, meant = {}, {}
-    for name, tensor in load_file(file).items():
-        scheme = quantisation.scheme_of(name) if tensor.ndim == 2 else None
-        if scheme is None:
-            stored[name] = meant[name] = tensor
-            continue
-        is_fp8 = scheme.weights.kind == "fp8"
-        scale = tensor.abs().amax(1, keepdim=True) / (448 if is_fp8 else 127)
-        steps = tensor / scale
-        stored[name] = steps.to(FP8) if is_fp8 else steps.round().to(torch.int8)
-        stored[name + "_scale"] = scale
-        meant[name] = stored[name].float() * scale
-    save_file(stored | kept, file, {"format": "pt"})
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    return meant
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3moe", "deepseekv3"])
 @pytest.mark.parametrize("stored_weights", ["dense", "stored"])
 def test_weights_alone_give_the_states_of_what_they_stand_for(
@@ -272,9 +242,15 @@ def test_fused_kernels_compute_dense_int8_weights(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"quant_method": "awq"}, r"quant_method='awq'; allowed: 'fp8', 'compressed-tensors'"),
+    "method": (
+        {"quant_method": "awq"},
+        r"quant_method='awq'; allowed: 'fp8', 'compressed-tensors'",
+    ),
     "format": ({"format": "nvfp4-pack-quantized"}, r"format='nvfp4-pack-quantized'; allowed"),
-    "bits": ({"group": {"weights": INT8_ROWS | {"num_bits": 4}}}, r"weights.num_bits=4; allowed: 8"),
+    "bits": (
+        {"group": {"weights": INT8_ROWS | {"num_bits": 4}}},
+        r"weights.num_bits=4; allowed: 8",
+    ),
     "strategy": (
         {"group": {"weights": INT8_ROWS | {"strategy": "attn_head"}}},
         r"config_groups.group_0.weights.strategy='attn_head'; allowed: 'tensor', 'channel'",
@@ -293,7 +269,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "targets": ({"group": {"targets": ["LlamaMLP"]}}, r"targets: 'LlamaMLP'; allowed: names"),
     "transform": ({"transform_config": {"a": 1}}, r"transform_config={'a': 1}; allowed: nothing"),
-    "kv": ({"kv_cache_scheme": TOKENS | {"dynamic": False}}, r"kv_cache_scheme.type='int'; allowed"),
+    "kv": (
+        {"kv_cache_scheme": TOKENS | {"dynamic": False}},
+        r"kv_cache_scheme.type='int'; allowed",
+    ),
     "block": (
         {"quant_method": "fp8", "weight_block_size": [128]},
         r"weight_block_size=\[128\]; allowed: two",

@@ -1,0 +1,103 @@
+"""Features of a quantised target: what they are, and how a store says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mtp_train import precompute
+from mtp_train.config import Config
+from mtp_train.distributed import SingleProcessGroup
+from mtp_train.features.manifest import FeatureStoreError
+from mtp_train.features.reader import FeatureReader
+from mtp_train.features.sources import load_hugging_face
+from mtp_train.features.target import check_quantisation, fingerprint_features
+from tests.unit.features.targets import make_config, save_target, save_token_set
+from tests.unit.runtime.model_fixtures import relative_error
+from tests.unit.runtime.quantised_fixtures import TOKENS, stated, write_quantised
+
+CPU = torch.device("cpu")
+GROUP = SingleProcessGroup(CPU)
+
+
+def configure(root: Path, target: Path) -> Config:
+    save_token_set(root / "data", train=6, validation=1)
+    return make_config(root, target, root / "data", p0_references=("decode",))
+
+
+def hidden_rows(config: Config) -> dict[str, torch.Tensor]:
+    reader = FeatureReader(Path(config.run.root) / "test" / "features" / "train")
+    samples = [reader.get(index) for index in range(len(reader))]
+    return {sample.sample_id: sample.hidden for sample in samples}
+
+
+def retarget(config: Config, **changes: Any) -> Config:
+    return dataclasses.replace(config, target=dataclasses.replace(config.target, **changes))
+
+
+@pytest.mark.parametrize("rounds_inputs", [False, True])
+def test_states_of_a_dump_are_those_of_the_quantised_model(
+    rounds_inputs: bool, tmp_path: Path
+) -> None:
+    target = save_target(tmp_path / "target")
+    group = {"input_activations": TOKENS} if rounds_inputs else {}
+    meant = write_quantised(target, stated(group=group))
+    config = configure(tmp_path, target)
+    precompute.run(config, group=GROUP)
+    rows = hidden_rows(config)
+    plain = save_target(tmp_path / "plain")
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    other = configure(tmp_path / "other", plain)
+    precompute.run(other, group=GROUP)
+    errors = [relative_error(rows[name], wanted) for name, wanted in hidden_rows(other).items()]
+    if rounds_inputs:
+        assert max(errors) > 1e-3
+    else:
+        assert max(errors) < 1e-5
+
+
+def test_a_store_says_how_its_target_was_rounded(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    config = configure(tmp_path, target)
+    plain = fingerprint_features(config, target, device=CPU)
+    assert {name for name, _ in plain.settings} == {"source", "dtype", "device"}
+    write_quantised(target, stated())
+    quantised = fingerprint_features(config, target, device=CPU)
+    label = "compressed-tensors int8-channel w8a16; not: lm_head"
+    assert dict(quantised.settings)["quantization"] == label
+    runtime = dataclasses.replace(config.runtime, kv_cache="fp8_e4m3")
+    rounded = fingerprint_features(dataclasses.replace(config, runtime=runtime), target, device=CPU)
+    assert dict(rounded.settings)["kv_cache"] == "fp8_e4m3"
+    precompute.run(config, group=GROUP)
+    with pytest.raises(FeatureStoreError, match="kv_cache"):
+        precompute.run(dataclasses.replace(config, runtime=runtime), group=GROUP)
+
+
+def test_a_target_of_another_kind_than_stated_is_refused(tmp_path: Path) -> None:
+    target = save_target(tmp_path / "target")
+    config = configure(tmp_path, target)
+    assert check_quantisation(retarget(config, quantization="none").target, target) is None
+    with pytest.raises(ValueError, match=r"quantization=int8: .* says no quant.*: any, none$"):
+        check_quantisation(retarget(config, quantization="int8").target, target)
+    write_quantised(target, stated())
+    assert check_quantisation(retarget(config, quantization="int8").target, target) is not None
+    with pytest.raises(ValueError, match=r"quantization=none: .* int8-channel.*: any, int8$"):
+        precompute.run(retarget(config, quantization="none"), group=GROUP)
+
+
+def test_a_reference_that_transformers_cannot_load_names_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ImportError("Using `compressed_tensors` quantised models requires it")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ValueError, match=r"extra `quantised`, or leave huggingface out"):
+        load_hugging_face(tmp_path, dtype=torch.float32, device=CPU)
