@@ -19,32 +19,60 @@ DEFAULT_K = 3
 
 
 def serving_commands(
-    layout: Layout, *, target: str, head: str, k: str, k_plus_one: str
+    layout: Layout,
+    *,
+    target: str,
+    head: str,
+    k: str,
+    k_plus_one: str,
+    overrides: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Command lines by engine; the arguments may be paths, numbers or shell variables."""
+    """Command lines by engine; the arguments may be paths, numbers or shell variables.
+
+    ``overrides``: what vLLM is told of the target (:mod:`mtp_train.serving.target_scope`).
+    """
     commands = {
         "vllm": _vllm_command if "vllm" in layout.engines else None,
         "sglang": _sglang_command if "sglang" in layout.engines else None,
     }
     return {
-        engine: command(layout, target=target, head=head, k=k, k_plus_one=k_plus_one)
+        engine: command(
+            layout, target=target, head=head, k=k, k_plus_one=k_plus_one, overrides=overrides
+        )
         for engine, command in commands.items()
         if command is not None
     }
 
 
-def _vllm_command(layout: Layout, *, target: str, head: str, k: str, k_plus_one: str) -> str:
+def _vllm_command(
+    layout: Layout,
+    *,
+    target: str,
+    head: str,
+    k: str,
+    k_plus_one: str,
+    overrides: Mapping[str, Any],
+) -> str:
     del k_plus_one
-    told = vllm_layout(layout.name)
-    speculative = json.dumps({"method": told.method, "model": head, "num_speculative_tokens": k})
+    method = vllm_layout(layout.name).method
+    speculative = json.dumps({"method": method, "model": head, "num_speculative_tokens": k})
     speculative = speculative.replace(f'"{k}"', k)
     command = f"vllm serve {target} --speculative-config '{speculative}'"
-    if told.hf_overrides:
-        command += f" --hf-overrides '{json.dumps(dict(told.hf_overrides))}'"
+    if overrides:
+        command += f" --hf-overrides '{json.dumps(dict(overrides))}'"
     return command
 
 
-def _sglang_command(layout: Layout, *, target: str, head: str, k: str, k_plus_one: str) -> str:
+def _sglang_command(
+    layout: Layout,
+    *,
+    target: str,
+    head: str,
+    k: str,
+    k_plus_one: str,
+    overrides: Mapping[str, Any],
+) -> str:
+    del overrides
     return (
         f"python -m sglang.launch_server --model-path {target} "
         f"--speculative-algorithm {layout.sglang_algorithm} "
@@ -71,7 +99,12 @@ def describe_export(record: ExportRecord, parity: Mapping[str, Any]) -> str:
     k = fastest_k(parity) or min(DEFAULT_K, spec.num_blocks or DEFAULT_K)
     layout = record.layout
     commands = serving_commands(
-        layout, target="TARGET", head="HEAD", k=str(k), k_plus_one=str(k + 1)
+        layout,
+        target="TARGET",
+        head="HEAD",
+        k=str(k),
+        k_plus_one=str(k + 1),
+        overrides=record.hf_overrides,
     )
     reserved = ", ".join(f"`{part}`" for part in layout.reserved_in_paths)
     return f"""---
@@ -93,7 +126,7 @@ vocabulary {spec.vocab_size}. {layout.describe(spec)}
 Put the target's directory for `TARGET` and this one for `HEAD`. The directory's path must not
 contain {reserved}.
 
-{_serving(layout, commands, parity)}
+{_serving(record, commands, parity)}
 
 ## Measured
 
@@ -101,11 +134,7 @@ contain {reserved}.
 
 ## Quantised targets
 
-The weights here are {record.dtype} and not quantised. A quantised copy of the target is another
-model: its hidden states are not those that this head was trained on, its fingerprint is another,
-and nothing above was measured on it. Before serving both, measure the head on it (`mtp validate`
-with its directory as `target.path`); train on its features if that costs tokens per step; keep the
-head itself out of the engine's quantisation.
+{_quantisation(record)}
 
 ## Check
 
@@ -115,15 +144,34 @@ validate.head=HEAD` measures it again.
 """
 
 
-def _serving(layout: Layout, commands: Mapping[str, str], parity: Mapping[str, Any]) -> str:
+def _quantisation(record: ExportRecord) -> str:
+    head = f"The weights here are {record.dtype} and not quantised."
+    if record.quantization:
+        return (
+            f"{head} The target is: {record.quantization}. What is measured above is measured on "
+            "it, and the unquantised model is another target."
+        )
+    return f"""{head} A quantised copy of the target is another
+model: its hidden states are not those that this head was trained on, its fingerprint is another,
+and nothing above was measured on it. Before serving both, measure the head on it (`mtp validate`
+with its directory as `target.path`); train on its features if that costs tokens per step; keep the
+head itself out of the engine's quantisation."""
+
+
+def _serving(record: ExportRecord, commands: Mapping[str, str], parity: Mapping[str, Any]) -> str:
     parts = []
     if "vllm" in commands:
         status = _vllm_status(parity.get("rungs", {}).get("P6"))
         parts.append(f"vLLM ({status}):\n\n```bash\n{commands['vllm']}\n```")
-        if vllm_layout(layout.name).hf_overrides:
+        if record.hf_overrides:
             parts.append(
-                "The override belongs to the target: it makes room for one draft layer. It changes "
-                "nothing else."
+                "The override belongs to the target: it makes room for one draft layer"
+                + (
+                    ", and says that this layer is not quantised. "
+                    if "quantization_config" in record.hf_overrides
+                    else ". "
+                )
+                + "It changes nothing else."
             )
     if "sglang" in commands:
         parts.append(f"SGLang (not run):\n\n```bash\n{commands['sglang']}\n```")

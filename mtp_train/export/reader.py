@@ -120,12 +120,17 @@ def read_copies(
     copied: Mapping[str, str], target_dir: Path, target: ModelConfig
 ) -> dict[str, torch.Tensor]:
     """What a layout copies of the target (:meth:`Layout.copied`), as stored there, under the
-    layout's names; each in memory of its own.
+    layout's names; each in memory of its own. A quantised ``lm_head`` becomes plain, in the
+    embedding's dtype.
     """
     checkpoint = Checkpoint.of(target_dir, target)
     copies = {}
     for name, source in copied.items():
         is_tied = source == TARGET_LM_HEAD and target.tie_word_embeddings
+        if checkpoint.scheme_of(source) is not None:
+            dtype = checkpoint.read_stored(TARGET_EMBEDDING).dtype
+            copies[name] = checkpoint.read(source, dtype=dtype, device=torch.device("cpu"))
+            continue
         # safetensors refuses two names for one storage.
         stored = checkpoint.read_stored(TARGET_EMBEDDING if is_tied else source)
         copies[name] = stored.clone() if is_tied else stored

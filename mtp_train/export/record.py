@@ -15,6 +15,7 @@ from mtp_train.config import ExportFormat
 from mtp_train.export.layouts import LAYOUTS, Layout
 from mtp_train.export.layouts.base import TargetFacts
 from mtp_train.run_dir import read_json, write_json_atomic
+from mtp_train.serving.job import has_vllm_layout, vllm_layout
 from runtime.head_spec import CONFIG_NAME, WEIGHTS_NAME, HeadSpec
 
 EXPORT_NAME = "export.json"
@@ -34,6 +35,8 @@ class ExportRecord:
     num_target_layers: int
     dtype: str  # the target's, as in config.json
     target_name: str  # its directory as it was named; empty in older records
+    quantization: str  # how its linears are stored; empty: plainly. The head's never are
+    hf_overrides: Mapping[str, Any]  # what vLLM is told of it
     is_validated: bool  # a passing parity.json of exactly this head was there
     dropped_draft_vocab: bool
     files_sha256: Mapping[str, str]  # of the configuration and the weights, named as in parity.json
@@ -55,7 +58,11 @@ class ExportRecord:
     @classmethod
     def read(cls, file: Path) -> ExportRecord:
         """Strict. Raises ``ValueError`` naming the file and the key."""
-        raw = {"target_name": ""} | _upgrade(read_json(file))
+        raw = {"target_name": "", "quantization": ""} | _upgrade(read_json(file))
+        if "hf_overrides" not in raw:  # older records: of unquantised targets
+            is_served = has_vllm_layout(str(raw.get("format")))
+            told = vllm_layout(raw["format"]).hf_overrides if is_served else {}
+            raw["hf_overrides"] = dict(told)
         known = [field.name for field in fields(cls)]
         for name in known:
             if name not in raw:

@@ -221,6 +221,7 @@ def describe(outcome: ExportOutcome, config: Config) -> str:
         head=str(report.path),
         k=str(k),
         k_plus_one=str(k + 1),
+        overrides=report.record.hf_overrides,
     )
     lines = [
         f"{report.path}: {len(report.record.tensors)} tensors, {report.num_bytes / 1e6:.1f} MB",

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mtp_train.config import ExportFormat
 from mtp_train.export.commands import refresh_readme, serving_commands
@@ -19,6 +19,8 @@ from mtp_train.export.reader import check_export, check_target, is_export, read_
 from mtp_train.export.record import EXPORT_NAME, ExportRecord, hash_tensor
 from mtp_train.export.weights import hash_files, write_weights
 from mtp_train.run_dir import PARITY_NAME, read_json, write_json_atomic
+from mtp_train.serving.job import has_vllm_layout
+from mtp_train.serving.target_scope import vllm_layout_for
 from runtime.files import STAGED_PREFIX, sync_path
 from runtime.head_spec import CONFIG_NAME, load_head
 from runtime.models.config import load_config
@@ -79,6 +81,9 @@ def write_export(
     stored = next(iter((copies or written).values())).dtype
     dtype = target_dtype_name(target_dir, str(stored))
     facts = TargetFacts(target.num_layers, dtype, str(target_dir))
+    overrides: dict[str, Any] = {}
+    if has_vllm_layout(format):
+        overrides = dict(vllm_layout_for(format, target_dir).hf_overrides)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f"{STAGED_PREFIX}{out_dir.name}-", dir=out_dir.parent))
     try:
@@ -92,12 +97,19 @@ def write_export(
             num_target_layers=facts.num_layers,
             dtype=facts.dtype,
             target_name=facts.name,
+            quantization=target.quantisation.label if target.quantisation else "",
+            hf_overrides=overrides,
             is_validated=is_validated,
             dropped_draft_vocab=layout.drops_draft_vocab(spec),
             files_sha256=hash_files(staged),
             tensors={name: hash_tensor(tensor) for name, tensor in written.items()},
             commands=serving_commands(
-                layout, target="TARGET", head="HEAD", k="K", k_plus_one="K+1"
+                layout,
+                target="TARGET",
+                head="HEAD",
+                k="K",
+                k_plus_one="K+1",
+                overrides=overrides,
             ),
         )
         record.write(staged / EXPORT_NAME)

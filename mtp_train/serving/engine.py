@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from mtp_train.config import Config
-from mtp_train.serving.job import Served, ServingJob, vllm_layout
+from mtp_train.serving.job import Served, ServingJob
 from mtp_train.serving.process import find_python, serve_in_process
 from mtp_train.serving.server import describe_server, serve_at_url
+from mtp_train.serving.target_scope import vllm_layout_for
 
 
 def open_engine(config: Config) -> Callable[[ServingJob], Served]:
@@ -24,14 +25,20 @@ def open_engine(config: Config) -> Callable[[ServingJob], Served]:
     if engine.url:
         describe_server(engine.url)
         return partial(serve_at_url, url=engine.url, timeout_s=engine.timeout_s)
-    return partial(
-        serve_in_process,
-        python=find_python(engine.python),
-        layout=vllm_layout(config.export.format),
-        num_threads=config.runtime.num_threads,
-        timeout_s=engine.timeout_s,
-        llm_args={name: parse_argument(text) for name, text in engine.args},
-    )
+    python = find_python(engine.python)
+    arguments = {name: parse_argument(text) for name, text in engine.args}
+
+    def serve(job: ServingJob) -> Served:
+        return serve_in_process(
+            job,
+            python=python,
+            layout=vllm_layout_for(config.export.format, job.target),
+            num_threads=config.runtime.num_threads,
+            timeout_s=engine.timeout_s,
+            llm_args=arguments,
+        )
+
+    return serve
 
 
 def served_lengths(config: Config) -> tuple[int, ...]:

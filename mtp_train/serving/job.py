@@ -151,5 +151,10 @@ def vllm_layout(format: str) -> EngineLayout:
     return _VLLM_LAYOUTS[format]
 
 
+def has_vllm_layout(format: str) -> bool:
+    """Whether vLLM is asked for heads of that format."""
+    return format in _VLLM_LAYOUTS
+
+
 def counts_from(raw: Mapping[str, Any]) -> DraftCounts:
     return DraftCounts(int(raw["drafts"]), tuple(int(value) for value in raw["accepted"]))

@@ -18,8 +18,9 @@ from data_prep.evaluation import evaluation_prompts
 from mtp_train.config import ExportFormat, TargetConfig
 from mtp_train.export import write_export
 from mtp_train.features.target import cache_directory, load_tokenizer, target_directory
-from mtp_train.serving.job import Served, ServingJob, vllm_layout
+from mtp_train.serving.job import Served, ServingJob
 from mtp_train.serving.process import serve_in_process
+from mtp_train.serving.target_scope import vllm_layout_for
 from mtp_train.validate.served import EnginePair, serve_and_compare
 from mtp_train.validate.subject import Subject
 from runtime.config import EngineConfig
@@ -63,7 +64,7 @@ class Bench:
         return serve_in_process(
             job,
             python=vllm_python(),
-            layout=vllm_layout(self.format),
+            layout=vllm_layout_for(self.format, job.target),
             num_threads=self.num_threads,
             timeout_s=500,
             llm_args=llm_args,
