@@ -38,7 +38,8 @@ class EngineConfig:
     draft_mode: DraftMode = "argmax"
     attention: AttentionChoice = "auto"  # on a GPU: FlashInfer where it can run, else SDPA
     attention_kernel: AttentionKernel = "auto"  # FlashInfer's; auto is FA3 on Hopper, else FA2
-    # of a quantised target: dense in the model's dtype (fastest on a CPU), or in their stored width
+    # of a quantised target: dense in the model's dtype, or in their stored width; auto: stored on a
+    # GPU and where int8 inputs meet int8 weights
     stored_weights: StoredWeights = "auto"
     kv_cache: KvCache = "model"  # the target's: in its dtype, or rounded to fp8 with a scale
     cuda_graphs: bool = False  # decoding, verification and draft loop as recorded graphs

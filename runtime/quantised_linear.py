@@ -1,8 +1,9 @@
 """Linears of quantised checkpoints: rounded inputs, and weights that keep their stored width.
 
-Inputs are rounded as ``compressed-tensors`` does it, in the linear's own dtype: the largest
-magnitude of a row (or tensor) is half of the range, 127.5 steps of int8 or 448 in fp8, and halves
-are rounded to even. vLLM's int8 kernels take 127 steps; the two grids differ by 0.4 %.
+Inputs are rounded as ``compressed-tensors`` does it: the largest magnitude of a row (or tensor) is
+half of the range, 127.5 steps of int8 or 448 in fp8, and halves are rounded to even. vLLM's int8
+kernels take 127 steps; the two grids differ by 0.4 %. Scales and steps are float32 whatever the
+model's dtype, as in engines: scales of bfloat16 would move values by a quarter of a step.
 
 Shape legend: M rows, O output features, I input features.
 """
@@ -43,7 +44,7 @@ class InputRounding:
         self.static = static
 
     def scale(self, x_MI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero point, ``[M, 1]`` or ``[1, 1]``, in the dtype of ``x``."""
+        """Scale and zero point, ``[M, 1]`` or ``[1, 1]``; all float32."""
         if self.static is not None:
             one = (1, 1)  # filled, not copied: nothing waits
             return x_MI.new_full(one, self.static.scale), x_MI.new_full(one, self.static.zero_point)
@@ -66,7 +67,7 @@ class InputRounding:
     def steps(
         self, x_MI: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor
     ) -> torch.Tensor:
-        """``x`` in whole steps, float: of int8 from -128 to 127, of fp8 what it can hold."""
+        """``x`` in whole steps, float32: of int8 from -128 to 127, of fp8 what it can hold."""
         steps_MI = x_MI / scale
         if self.scheme.kind == "fp8":
             held = steps_MI.clamp(-_LARGEST_FP8, _LARGEST_FP8).to(_FP8)
@@ -77,8 +78,10 @@ class InputRounding:
         """What ``x`` is after it was rounded; same shape and dtype."""
         if not x_MI.numel():
             return x_MI
-        scale, zero_point = self.scale(x_MI)
-        return (self.steps(x_MI, scale, zero_point) - zero_point) * scale
+        exact_MI = x_MI.float()
+        scale, zero_point = self.scale(exact_MI)
+        rounded_MI = (self.steps(exact_MI, scale, zero_point) - zero_point) * scale
+        return rounded_MI.to(x_MI.dtype)
 
 
 class RoundedInputLinear(Linear):
@@ -154,10 +157,11 @@ class IntProductLinear(StoredLinear):
         assert self._rounding is not None
         if not x_MI.shape[0]:
             return super().__call__(x_MI)
-        scale, zero_point = self._rounding.scale(x_MI)
-        steps_MI = self._rounding.steps(x_MI, scale, zero_point).to(torch.int8)
+        exact_MI = x_MI.float()
+        scale, zero_point = self._rounding.scale(exact_MI)
+        steps_MI = self._rounding.steps(exact_MI, scale, zero_point).to(torch.int8)
         sums_MO = torch._int_mm(steps_MI, self._weight.values_OI.t()).float()
-        out_MO = sums_MO.mul_(scale.float()).mul_(self._weight.scale_PQ.view(1, -1))
+        out_MO = sums_MO.mul_(scale).mul_(self._weight.scale_PQ.view(1, -1))
         if self._bias is not None:
             out_MO += self._bias.float()
         return out_MO.to(x_MI.dtype)
@@ -176,9 +180,10 @@ class ScaledMmLinear(StoredLinear):
 
     def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
         assert self._rounding is not None
-        scale, _ = self._rounding.scale(x_MI.float())
+        exact_MI = x_MI.float()
+        scale, _ = self._rounding.scale(exact_MI)
         scale = scale.expand(x_MI.shape[0], 1).contiguous()
-        steps_MI = (x_MI / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(_FP8)
+        steps_MI = (exact_MI / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8).to(_FP8)
         out_MO = torch._scaled_mm(
             steps_MI,
             self._weight.values_OI.t(),

@@ -179,7 +179,8 @@ class _Planner:
         """Whether quantised weights stay as they are stored, as the loader decides it."""
         asked = self.config.runtime.stored_weights
         is_possible = bool(self.facts.num_stored_weights) and self.tensor_parallel == 1
-        return is_possible and (asked == "stored" or (asked == "auto" and not self.hardware.is_cpu))
+        is_chosen = not self.hardware.is_cpu or self.facts.multiplies_int8
+        return is_possible and (asked == "stored" or (asked == "auto" and is_chosen))
 
     def _pool(self, *, share: int) -> Part:
         runtime = self.config.runtime

@@ -60,6 +60,7 @@ class TargetFacts:
     quantisation: str = ""  # how the checkpoint stores its linears; empty: plainly
     num_stored_weights: int = 0  # of one byte each
     num_scales: int = 0  # of four bytes each, beside them
+    multiplies_int8: bool = False  # int8 inputs meet int8 weights in all of its quantised linears
 
     @property
     def is_runnable(self) -> bool:
@@ -131,6 +132,7 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         quantisation=model.quantisation.label if model.quantisation else "",
         num_stored_weights=num_stored,
         num_scales=num_scales,
+        multiplies_int8=model.quantisation is not None and model.quantisation.multiplies_int8,
     )
 
 

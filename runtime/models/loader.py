@@ -32,7 +32,7 @@ from runtime.models.config import ModelConfig, load_config
 from runtime.models.gguf import BUILT_IN, convert_gguf, find_built_in
 from runtime.models.llama import LlamaModel
 from runtime.models.quantisation import InputScheme, LinearScheme, Quantisation
-from runtime.models.quantised_source import QuantisedSource, refuse_rounding
+from runtime.models.quantised_source import KeptWidth, QuantisedSource, refuse_rounding
 from runtime.models.stored_tensors import (
     Shapes,
     check_dtype,
@@ -109,17 +109,8 @@ def load_target(
     source: TensorSource = take
     if config.quantisation is not None:
         refuse_rounding(config, checkpoint, world_size=group.world_size)
-        keeps_width = stored_weights == "stored" or (
-            stored_weights == "auto" and device.type == "cuda" and group.world_size == 1
-        )
-        if keeps_width and group.world_size > 1:
-            raise ValueError(
-                f"runtime.stored_weights=stored over {group.world_size} ranks: weights keep their "
-                "stored width on one rank only; use runtime.stored_weights=dense"
-            )
-        source = QuantisedSource(
-            checkpoint, take, dtype=dtype, device=device, keeps_width=keeps_width
-        )
+        kept = _kept_width(stored_weights, device=device, world_size=group.world_size)
+        source = QuantisedSource(checkpoint, take, dtype=dtype, device=device, kept=kept)
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
     if (
         kernels is not None
@@ -159,6 +150,19 @@ def load_target(
         fingerprint=fingerprint_target(directory, cache_dir=cache_dir),
         eos_token_ids=config.eos_token_ids,
     )
+
+
+def _kept_width(asked: StoredWeights, *, device: torch.device, world_size: int) -> KeptWidth:
+    if asked == "stored" and world_size > 1:
+        raise ValueError(
+            f"runtime.stored_weights=stored over {world_size} ranks: weights keep their stored "
+            "width on one rank only; use runtime.stored_weights=dense"
+        )
+    if asked == "dense" or world_size > 1:
+        return "none"
+    if asked == "stored" or device.type == "cuda":
+        return "all"
+    return "products"
 
 
 def _refuse_fp8_cache(

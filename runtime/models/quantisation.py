@@ -117,6 +117,18 @@ class Quantisation:
         """Whether any linear rounds what it reads."""
         return any(group.scheme.inputs is not None for group in self.groups)
 
+    @property
+    def multiplies_int8(self) -> bool:
+        """Whether all of it can be computed as products of int8."""
+        return all(
+            scheme.inputs is not None
+            and {scheme.weights.kind, scheme.inputs.kind} == {"int8"}
+            and scheme.weights.is_symmetric
+            and scheme.inputs.is_symmetric
+            and scheme.weights.strategy in ("tensor", "channel")
+            for scheme in (group.scheme for group in self.groups)
+        )
+
     def scheme_of(self, tensor: str) -> LinearScheme | None:
         """Of the linear whose weight is ``tensor``; ``None`` where it is not quantised.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -12,12 +12,17 @@ from runtime.models.config import ModelConfig
 from runtime.models.quantisation import InputScheme, LinearScheme
 from runtime.quantised_linear import (
     InputRounding,
+    IntProductLinear,
     RoundedInputLinear,
     SideBySideLinear,
     StaticRange,
     stored_linear,
 )
 from runtime.stored_weight import StoredWeight, stack_weights
+
+# Which quantised weights stay as they are stored: those whose products are of eight bits here, or
+# every one, or none.
+KeptWidth = Literal["products", "all", "none"]
 
 
 class StoredWeights(Protocol):
@@ -34,9 +39,7 @@ class StoredWeights(Protocol):
 
 
 class QuantisedSource(LinearSource):
-    """``take`` hands over plain tensors. ``keeps_width``: quantised weights stay as they are
-    stored.
-    """
+    """``take`` hands over plain tensors."""
 
     def __init__(
         self,
@@ -45,12 +48,12 @@ class QuantisedSource(LinearSource):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        keeps_width: bool,
+        kept: KeptWidth,
         prefix: str = "",
     ) -> None:
         self._weights, self._take = weights, take
         self._dtype, self._device = dtype, device
-        self._keeps_width = keeps_width
+        self._kept = kept
         self._prefix = prefix
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -62,7 +65,7 @@ class QuantisedSource(LinearSource):
             self._take,
             dtype=self._dtype,
             device=self._device,
-            keeps_width=self._keeps_width,
+            kept=self._kept,
             prefix=self._prefix + prefix,
         )
 
@@ -76,8 +79,7 @@ class QuantisedSource(LinearSource):
             None if scheme is None else self._weights.read_input_range(weight, scheme)
             for weight, scheme in zip(weights, inputs, strict=True)
         ]
-        is_plain = not any(inputs) and not (self._keeps_width and any(schemes))
-        if is_plain:
+        if not any(inputs) and not (self._kept == "all" and any(schemes)):
             return None
         if len({*zip(schemes, ranges, strict=True)}) == 1:
             return self._merged(weights, schemes[0], ranges[0], bias_O, make_linear)
@@ -100,12 +102,12 @@ class QuantisedSource(LinearSource):
         rounding = None
         if scheme is not None and scheme.inputs is not None:
             rounding = InputRounding(scheme.inputs, static)
-        if scheme is not None and self._keeps_width:
+        if scheme is not None and self._kept != "none":
             stored = stack_weights([self._weights.read_weight(name) for name in weights])
             if stored is not None:
-                return stored_linear(
-                    stored.to(self._device), bias_O, dtype=self._dtype, rounding=rounding
-                )
+                stored = stored.to(self._device)
+                if self._kept == "all" or IntProductLinear.can_hold(stored, rounding):
+                    return stored_linear(stored, bias_O, dtype=self._dtype, rounding=rounding)
         dense = [self._take(name) for name in weights]
         linear = make_linear(torch.cat(dense) if len(dense) > 1 else dense[0], bias_O)
         return linear if rounding is None else RoundedInputLinear(linear, rounding)

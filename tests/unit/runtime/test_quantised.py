@@ -232,6 +232,17 @@ def test_weights_alone_give_the_states_of_what_they_stand_for(
         assert down.linear.num_bytes() == outputs * inputs + 4 * outputs
 
 
+def test_integers_are_multiplied_where_both_sides_are_int8(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    ignore = ["lm_head", "model.layers.1.self_attn.k_proj"]
+    write_quantised(tmp_path / "model", stated(ignore=ignore, group={"input_activations": TOKENS}))
+    auto, dense = (load(tmp_path / "model", stored_weights=way) for way in ("auto", "dense"))
+    first, second = (block.attention.qkv for block in auto.model.blocks)  # type: ignore[attr-defined]
+    assert isinstance(first, IntProductLinear)
+    assert isinstance(second, SideBySideLinear)
+    assert relative_error(states(auto), states(dense)) < 1e-5
+
+
 def test_fused_kernels_compute_dense_int8_weights(tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", hidden_size=64, intermediate_size=96)
     write_quantised(tmp_path / "model", stated())
@@ -401,7 +412,7 @@ def test_logits_are_those_of_transformers_with_the_library(name: str, tmp_path: 
     with torch.no_grad():
         wanted = hf(torch.tensor([ids])).logits[0]
     plain = load(tmp_path / "model")
-    for stored_weights in ("dense", "stored"):
+    for stored_weights in ("dense", "stored", "auto"):
         target = load(tmp_path / "out", stored_weights=stored_weights)  # type: ignore[arg-type]
         (rows,) = make_engine(target).forward_hidden([ids])
         logits = target.model.logits(rows.hidden_TD)
