@@ -7,7 +7,7 @@ same slots. Invariants: free + held pages = total; no page is held twice; pools 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -194,6 +194,11 @@ class Fp8Scales:
     def of(self, layer: int) -> tuple[float, float]:
         """Of keys and of values."""
         return (self.k[layer], self.v[layer]) if self.k else (1.0, 1.0)
+
+    def of_layers(self, layers: Sequence[int]) -> Fp8Scales:
+        """Of a model that has these layers alone."""
+        pairs = [self.of(layer) for layer in layers]
+        return Fp8Scales(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
 
 class _Fp8Rows:

@@ -169,7 +169,7 @@ class IntProductLinear(StoredLinear):
 
 class ScaledMmLinear(StoredLinear):
     """fp8 rows times fp8 weights through ``torch._scaled_mm``; a scale per row and per output, or
-    one each. Sizes are multiples of 16.
+    one each. Sizes are multiples of 16; sums are float32 and become bfloat16.
     """
 
     @staticmethod
@@ -224,6 +224,7 @@ def stored_linear(
     """The form for this weight on its device: products of eight bits where there are any."""
     if IntProductLinear.can_hold(weight, rounding):
         return IntProductLinear(weight, bias_O, dtype=dtype, rounding=rounding)
-    if weight.values_OI.is_cuda and ScaledMmLinear.can_hold(weight, rounding):
+    is_fp8_product = weight.values_OI.is_cuda and dtype is torch.bfloat16
+    if is_fp8_product and ScaledMmLinear.can_hold(weight, rounding):
         return ScaledMmLinear(weight, bias_O, dtype=dtype, rounding=rounding)
     return StoredLinear(weight, bias_O, dtype=dtype, rounding=rounding)

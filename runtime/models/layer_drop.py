@@ -28,4 +28,6 @@ def keep_layers(model: LlamaModel, layers: Sequence[int]) -> LlamaModel:
     kept = copy.copy(model)
     kept.config = replace(model.config, num_layers=len(layers))
     kept.blocks = [model.blocks[layer] for layer in layers]
+    if model.fp8_cache is not None:
+        kept.fp8_cache = model.fp8_cache.of_layers(layers)
     return kept

@@ -64,6 +64,12 @@ def test_what_is_read_is_what_was_written_rounded_to_its_layers_scale() -> None:
     assert pool.num_bytes() * 4 == make_pool(None).num_bytes()
 
 
+def test_scales_stay_with_their_layers_when_others_are_left_out() -> None:
+    scales = Fp8Scales(k=(1.0, 2.0, 3.0), v=(4.0, 5.0, 6.0))
+    assert scales.of_layers([0, 2]) == Fp8Scales(k=(1.0, 3.0), v=(4.0, 6.0))
+    assert Fp8Scales().of_layers([0, 2]).of(1) == (1.0, 1.0)
+
+
 def test_states_are_those_of_rounded_keys_and_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
