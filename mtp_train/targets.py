@@ -28,6 +28,7 @@ def open_target(config: TargetConfig, *, device: torch.device, runtime: EngineCo
         attention=runtime.attention,
         attention_kernel=runtime.attention_kernel,
         stored_weights=runtime.stored_weights,
+        int8_grid=runtime.int8_grid,
         kv_cache=runtime.kv_cache,
         cache_dir=cache_directory(config),
     )

@@ -10,6 +10,7 @@ AttentionChoice = Literal["auto", "sdpa", "flashinfer"]
 AttentionKernel = Literal["auto", "fa2", "fa3", "xqa"]
 StoredWeights = Literal["auto", "dense", "stored"]
 KvCache = Literal["model", "fp8_e4m3"]
+Int8Grid = Literal["library", "vllm"]
 DraftLength = Literal["pinned", "measured"]
 VerifyMode = Literal["greedy", "keyed", "rejection"]
 DraftMode = Literal["argmax", "sampled"]
@@ -23,8 +24,8 @@ class EngineConfig:
 
     Lengths and capacities are in tokens. ``num_pages`` bounds K/V memory: target and draft each
     own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's;
-    ``attention``, ``attention_kernel``, ``stored_weights`` and ``kv_cache`` are read where a target
-    is loaded.
+    ``attention``, ``attention_kernel``, ``stored_weights``, ``int8_grid`` and ``kv_cache`` are read
+    where a target is loaded.
     """
 
     num_threads: int = 0  # CPU threads; 0 = one per physical core
@@ -41,6 +42,7 @@ class EngineConfig:
     # of a quantised target: dense in the model's dtype, or in their stored width; auto: stored on a
     # GPU and where int8 inputs meet int8 weights
     stored_weights: StoredWeights = "auto"
+    int8_grid: Int8Grid = "library"  # of rounded inputs: compressed-tensors' 127.5 steps, or 127
     kv_cache: KvCache = "model"  # the target's: in its dtype, or rounded to fp8 with a scale
     cuda_graphs: bool = False  # decoding, verification and draft loop as recorded graphs
     schedule: ScheduleName = "auto"  # auto: mtp for a head, draft_target for a whole model

@@ -1,9 +1,12 @@
 """Linears of quantised checkpoints: rounded inputs, and weights that keep their stored width.
 
 Inputs are rounded as ``compressed-tensors`` does it: the largest magnitude of a row (or tensor) is
-half of the range, 127.5 steps of int8 or 448 in fp8, and halves are rounded to even. vLLM's int8
-kernels take 127 steps; the two grids differ by 0.4 %. Scales and steps are float32 whatever the
-model's dtype, as in engines: scales of bfloat16 would move values by a quarter of a step.
+half of the range, 127.5 steps of int8 or 448 in fp8, and halves are rounded to even. So the largest
+value of an int8 row is always a tie, which the last bit of its scale decides: two correct ways to
+the same row may differ by a step there. vLLM's grid has 127 steps and no such tie.
+
+Scales and steps are float32 whatever the model's dtype, as in engines: scales of bfloat16 would
+move values by a quarter of a step.
 
 Shape legend: M rows, O output features, I input features.
 """
@@ -16,13 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from runtime.config import Int8Grid
 from runtime.linear import Linear
 from runtime.models.quantisation import InputScheme
 from runtime.stored_weight import StoredWeight
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_FP8 = torch.finfo(_FP8).max
-_HALF_RANGE = {"int8": 127.5, "fp8": _LARGEST_FP8}
+_INT8_STEPS = {"library": 127.5, "vllm": 127.0}
 _CHUNK_VALUES = 1 << 22  # of a weight that are made dense at once
 _MM_MULTIPLE = 16  # of both sizes of an fp8 product
 
@@ -36,19 +40,27 @@ class StaticRange:
 
 
 class InputRounding:
-    """How the inputs of one linear are rounded. ``static``: their range, unless it is dynamic."""
+    """How the inputs of one linear are rounded. ``static``: their range, unless it is dynamic.
+    ``grid``: steps of the largest value of a symmetric dynamic int8 range.
+    """
 
-    def __init__(self, scheme: InputScheme, static: StaticRange | None = None) -> None:
+    def __init__(
+        self,
+        scheme: InputScheme,
+        static: StaticRange | None = None,
+        *,
+        grid: Int8Grid = "library",
+    ) -> None:
         assert scheme.is_dynamic == (static is None), "a stored range is that of a static scheme"
         self.scheme = scheme
         self.static = static
+        self._half = _INT8_STEPS[grid] if scheme.kind == "int8" else _LARGEST_FP8
 
     def scale(self, x_MI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point, ``[M, 1]`` or ``[1, 1]``; all float32."""
         if self.static is not None:
             one = (1, 1)  # filled, not copied: nothing waits
             return x_MI.new_full(one, self.static.scale), x_MI.new_full(one, self.static.zero_point)
-        half = _HALF_RANGE[self.scheme.kind]
         low, high = (
             (x_MI.amin(1, keepdim=True), x_MI.amax(1, keepdim=True))
             if self.scheme.per_token
@@ -57,10 +69,10 @@ class InputRounding:
         low, high = low.clamp(max=0), high.clamp(min=0)
         least = torch.finfo(x_MI.dtype).eps
         if self.scheme.is_symmetric:
-            scale = torch.maximum(-low, high) / half
+            scale = torch.maximum(-low, high) / self._half
             scale = torch.where(scale == 0, torch.full_like(scale, least), scale)
             return scale, torch.zeros_like(scale)
-        scale = (high - low) / (2 * half)
+        scale = (high - low) / 255
         scale = torch.where(scale == 0, torch.full_like(scale, least), scale)
         return scale, (-128 - low / scale).clamp(-128, 127).round()
 

@@ -109,6 +109,8 @@ def _rounding(config: Config, directory: Path) -> list[tuple[str, str]]:
     quantisation = check_quantisation(config.target, directory)
     if quantisation is not None:
         found.append(("quantization", quantisation.label))
+        if quantisation.rounds_inputs and config.runtime.int8_grid != "library":
+            found.append(("int8_grid", config.runtime.int8_grid))
     if config.runtime.kv_cache != "model" and config.features.source == "runtime":
         found.append(("kv_cache", config.runtime.kv_cache))
     return found

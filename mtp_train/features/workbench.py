@@ -81,6 +81,7 @@ def load_workbench(
             attention=config.runtime.attention,
             attention_kernel=config.runtime.attention_kernel,
             stored_weights=config.runtime.stored_weights,
+            int8_grid=config.runtime.int8_grid,
             kv_cache=config.runtime.kv_cache,
             cache_dir=cache_directory(config.target),
             group=tensor_group,

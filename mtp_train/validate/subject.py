@@ -73,6 +73,7 @@ class Subject:
                 attention=self.engine_config.attention,
                 attention_kernel=self.engine_config.attention_kernel,
                 stored_weights=self.engine_config.stored_weights,
+                int8_grid=self.engine_config.int8_grid,
                 kv_cache=self.engine_config.kv_cache,
                 cache_dir=self.cache_dir,
             )

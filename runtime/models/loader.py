@@ -20,7 +20,7 @@ from runtime.attention.base import AttentionBackend
 from runtime.attention.choice import choose_gpu_backend
 from runtime.attention.cpu import CpuBackend
 from runtime.attention.sdpa import SdpaBackend
-from runtime.config import AttentionChoice, AttentionKernel, KvCache, StoredWeights
+from runtime.config import AttentionChoice, AttentionKernel, Int8Grid, KvCache, StoredWeights
 from runtime.cpu import choose_linear
 from runtime.cpu_kernels import MAX_GROUP
 from runtime.files import sha256_file, write_atomic
@@ -79,6 +79,7 @@ def load_target(
     attention_kernel: AttentionKernel = "auto",
     use_kernels: bool = True,
     stored_weights: StoredWeights = "auto",
+    int8_grid: Int8Grid = "library",
     kv_cache: KvCache = "model",
     cache_dir: Path | None = None,
     group: ProcessGroup | None = None,
@@ -90,8 +91,8 @@ def load_target(
     ``attention_kernel`` choose on a GPU (:func:`runtime.attention.choice.choose_gpu_backend`);
     ``backend`` overrides the choice of attention alone. ``cache_dir`` defaults to
     :func:`default_cache_dir`. ``group``: the ranks over which the weights are spread (default: all
-    of them here); every one loads, and reads its own part only. ``stored_weights`` and ``kv_cache``
-    as in :class:`runtime.config.EngineConfig`.
+    of them here); every one loads, and reads its own part only. ``stored_weights``,
+    ``int8_grid`` and ``kv_cache`` as in :class:`runtime.config.EngineConfig`.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -110,7 +111,9 @@ def load_target(
     if config.quantisation is not None:
         refuse_rounding(config, checkpoint, world_size=group.world_size)
         kept = _kept_width(stored_weights, device=device, world_size=group.world_size)
-        source = QuantisedSource(checkpoint, take, dtype=dtype, device=device, kept=kept)
+        source = QuantisedSource(
+            checkpoint, take, dtype=dtype, device=device, kept=kept, grid=int8_grid
+        )
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
     if (
         kernels is not None

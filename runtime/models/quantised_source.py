@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from runtime.config import Int8Grid
 from runtime.linear import Linear, LinearMaker, LinearSource, TensorSource
 from runtime.models.config import ModelConfig
 from runtime.models.quantisation import InputScheme, LinearScheme
@@ -49,11 +50,12 @@ class QuantisedSource(LinearSource):
         dtype: torch.dtype,
         device: torch.device,
         kept: KeptWidth,
+        grid: Int8Grid,
         prefix: str = "",
     ) -> None:
         self._weights, self._take = weights, take
         self._dtype, self._device = dtype, device
-        self._kept = kept
+        self._kept, self._grid = kept, grid
         self._prefix = prefix
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -66,6 +68,7 @@ class QuantisedSource(LinearSource):
             dtype=self._dtype,
             device=self._device,
             kept=self._kept,
+            grid=self._grid,
             prefix=self._prefix + prefix,
         )
 
@@ -101,7 +104,7 @@ class QuantisedSource(LinearSource):
     ) -> Linear:
         rounding = None
         if scheme is not None and scheme.inputs is not None:
-            rounding = InputRounding(scheme.inputs, static)
+            rounding = InputRounding(scheme.inputs, static, grid=self._grid)
         if scheme is not None and self._kept != "none":
             stored = stack_weights([self._weights.read_weight(name) for name in weights])
             if stored is not None:

@@ -56,7 +56,7 @@ class Bench:
             target_path=self.target_dir,
             head_path=self.export_dir,
             runtime_dtype=dtype,
-            engine_config=EngineConfig(num_threads=self.num_threads),
+            engine_config=EngineConfig(num_threads=self.num_threads, int8_grid="vllm"),
             cache_dir=cache_directory(SMOLLM2),
         )
 
