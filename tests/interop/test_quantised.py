@@ -20,7 +20,7 @@ pytest.importorskip("compressed_tensors")
 def test_a_plain_head_on_an_int8_target_accepts_what_it_accepts_here(
     layout: str, tmp_path: Path
 ) -> None:
-    """On vLLM's grid of int8 inputs; float32 sums differ in their last bits, which can move a step."""
+    """On vLLM's grid of int8 inputs; last bits of float32 sums differ and can move a step."""
     answer = ask(quantised_bench(tmp_path, layout, "int8-w8a8"), layout, "int8-w8a8")
     assert not answer.load_error, answer.load_error
     assert answer.ours > 0.1
