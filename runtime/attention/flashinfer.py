@@ -87,7 +87,8 @@ class FlashInferBackend(AttentionBackend):
         k_NGC: torch.Tensor,
         v_NGC: torch.Tensor,
     ) -> torch.Tensor:
-        keys, values = pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
+        pool.store(layer, plan.write_slots_N, k_NGC, v_NGC)
+        keys, values = pool.k[layer], pool.v[layer]
         page_size = plan.layout.page_size
         if plan.xqa is not None:
             assert self._xqa is not None
