@@ -146,7 +146,13 @@ def load_hugging_face(
             f"target={path}: transformers cannot load it as a reference ({first_line}); install "
             "the extra `quantised`, or leave huggingface out (features.p0_references=[decode])"
         ) from error
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    if hasattr(model, "ct_decompress_hook"):
+        # compressed-tensors unpacks weights in the first forward of the whole model; states are
+        # asked of its decoder alone.
+        with torch.inference_mode():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    return model
 
 
 def batches_by_length(lengths: Sequence[int], max_batch_tokens: int) -> list[list[int]]:

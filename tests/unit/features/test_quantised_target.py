@@ -15,10 +15,13 @@ from mtp_train.config import Config
 from mtp_train.distributed import SingleProcessGroup
 from mtp_train.features.manifest import FeatureStoreError
 from mtp_train.features.reader import FeatureReader
-from mtp_train.features.sources import load_hugging_face
+from mtp_train.features.sources import HuggingFaceSource, load_hugging_face
 from mtp_train.features.target import check_quantisation, fingerprint_features
+from mtp_train.quantise import SCHEMES, quantise_target
+from runtime.models.loader import load_target
 from tests.unit.features.targets import make_config, save_target, save_token_set
-from tests.unit.runtime.model_fixtures import relative_error
+from tests.unit.runtime.engine_fixtures import make_engine
+from tests.unit.runtime.model_fixtures import random_ids, relative_error
 from tests.unit.runtime.quantised_fixtures import TOKENS, stated, write_quantised
 
 CPU = torch.device("cpu")
@@ -88,6 +91,22 @@ def test_a_target_of_another_kind_than_stated_is_refused(tmp_path: Path) -> None
     assert check_quantisation(retarget(config, quantization="int8").target, target) is not None
     with pytest.raises(ValueError, match=r"quantization=none: .* int8-channel.*: any, int8$"):
         precompute.run(retarget(config, quantization="none"), group=GROUP)
+
+
+@pytest.mark.parametrize("scheme", ["int8-w8a8", "fp8-w8a16"])
+def test_states_of_transformers_are_those_of_the_quantised_model(
+    scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    save_target(tmp_path / "target")
+    quantise_target(tmp_path / "target", tmp_path / "out", SCHEMES[scheme])
+    sequences = [random_ids(20, seed=1), random_ids(9, seed=2)]
+    loaded = load_hugging_face(tmp_path / "out", dtype=torch.float32, device=CPU)
+    source = HuggingFaceSource(loaded, max_batch_tokens=64)
+    wanted = {row.key: row.hidden_TD for row in source.hidden(sequences)}
+    target = load_target(tmp_path / "out", dtype=torch.float32, device=CPU, use_kernels=False)
+    for row in make_engine(target).forward_hidden(sequences):
+        assert relative_error(row.hidden_TD, wanted[row.key]) < 1e-4
 
 
 def test_a_reference_that_transformers_cannot_load_names_the_package(
