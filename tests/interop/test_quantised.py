@@ -24,11 +24,11 @@ def test_a_plain_head_on_an_int8_target_accepts_what_it_accepts_here(
     answer = ask(quantised_bench(tmp_path, layout, "int8-w8a8"), layout, "int8-w8a8")
     assert not answer.load_error, answer.load_error
     assert answer.ours > 0.1
-    assert abs(answer.theirs - answer.ours) < 0.1
+    assert abs(answer.theirs - answer.ours) < 0.02
 
 
-def test_a_head_filed_under_a_quantised_layer_does_not_draft(tmp_path: Path) -> None:
-    """Without the entry in ``ignore``: refused, or loaded with weights that mean nothing."""
+def test_a_head_filed_under_a_quantised_layer_drafts_worse(tmp_path: Path) -> None:
+    """Without the entry in ``ignore`` vLLM 0.32 loads it without a word, and drafts worse."""
     bench = quantised_bench(tmp_path, "mimo", "int8-w8a8")
     answer = ask(bench, "mimo", "int8-w8a8", without_draft_layers(bench))
-    assert answer.load_error or answer.theirs < answer.ours / 2
+    assert answer.load_error or answer.theirs < answer.ours - 0.02
