@@ -98,7 +98,7 @@ def measure_cell(
     return {
         "sums": acceptance_sums(served, k).tolist(),
         "outputs": [list(generation.output_ids) for generation in served],
-        "rungs": {rung.name: rung.to_dict() for rung in rungs},
+        "rungs": {rung.name: rung.to_dict(head_sha256=subject.head_sha256) for rung in rungs},
     }
 
 
