@@ -2,7 +2,8 @@
 
 Linears of a block are cut by heads and by columns of the MLP: query, key, value, gate and up by
 outputs, ``o_proj`` and ``down_proj`` by inputs, whose partial sums the ranks add up. Embedding and
-``lm_head`` are cut by vocabulary rows. Norms are whole everywhere.
+``lm_head`` are cut by vocabulary rows. Norms are whole everywhere, and so is what makes the latents
+of latent attention.
 
 Every rank has the same shapes. A key/value head goes to one rank with all of its query heads; with
 fewer heads than ranks it is replicated and its query heads are shared out. What does not divide is
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from runtime.layer_parts import LatentSpec
 from runtime.models.config import ModelConfig
 from runtime.parallel import ProcessGroup
 
@@ -148,17 +150,27 @@ def share_block(
     num_kv_heads: int,
     head_dim: int,
     group: ProcessGroup,
+    latent: LatentSpec | None = None,
 ) -> BlockShare:
     """How the tensors of one decoder block are cut.
 
     ``shapes``: the block's own tensors (``self_attn.q_proj.weight`` …), whole. The bias of a linear
-    that is cut by inputs belongs to the first rank alone, for the partial sums are added up.
+    that is cut by inputs belongs to the first rank alone, for the partial sums are added up. With
+    ``latent`` every query head has the keys and values of its own that it makes of the latent, so
+    ``num_kv_heads`` and ``head_dim`` are not asked.
     """
     rank, world_size = group.rank, group.world_size
+    if latent is not None:
+        num_kv_heads = num_heads
     heads = share_heads(num_heads, num_kv_heads, rank=rank, world_size=world_size)
     shards: dict[str, Shard] = {}
+    if latent is not None:
+        cut = _latent_shards(latent, heads.query)
+        shards = {name: shard for name, shard in cut.items() if name in shapes}
     for name, shape in shapes.items():
         linear, _, kind = name.rpartition(".")
+        if latent is not None and linear.startswith("self_attn."):
+            continue
         if linear.startswith("mlp."):  # an expert's linears as those of a plain MLP
             linear = "mlp." + linear.rpartition(".")[2]
         if linear == "self_attn.q_proj":
@@ -180,6 +192,18 @@ def share_block(
     return BlockShare(heads, shards, local)
 
 
+def _latent_shards(latent: LatentSpec, heads: Sequence[int]) -> dict[str, Shard]:
+    """Latent attention is cut by heads where there are any; latents and what makes them are whole
+    on every rank, and so is the cache.
+    """
+    return {
+        "self_attn.q_proj.weight": head_shard(0, heads, latent.query_dim),
+        "self_attn.q_b_proj.weight": head_shard(0, heads, latent.query_dim),
+        "self_attn.kv_b_proj.weight": head_shard(0, heads, latent.nope_dim + latent.value_dim),
+        "self_attn.o_proj.weight": head_shard(1, heads, latent.value_dim),
+    }
+
+
 def target_shards(config: ModelConfig, group: ProcessGroup) -> dict[str, Shard]:
     """How the tensors of a target's checkpoint are cut, by name."""
     rows = even_shard(0, config.vocab_size, rank=group.rank, world_size=group.world_size)
@@ -191,23 +215,14 @@ def target_shards(config: ModelConfig, group: ProcessGroup) -> dict[str, Shard]:
 
 
 def share_layer(config: ModelConfig, index: int, group: ProcessGroup) -> BlockShare:
-    """:func:`share_block` of a target's decoder layer. Raises ``ValueError`` for latent attention
-    on several ranks.
-    """
-    if config.latent is not None:
-        if group.world_size > 1:
-            raise ValueError(
-                f"a target with latent attention ({config.architecture}) over {group.world_size} "
-                "ranks: it is not cut over ranks; run it on one"
-            )
-        every_head = tuple(range(config.num_heads))
-        return BlockShare(HeadShare(every_head, every_head), {}, config.block_shapes(index))
+    """:func:`share_block` of a target's decoder layer."""
     return share_block(
         config.block_shapes(index),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         group=group,
+        latent=config.latent,
     )
 
 

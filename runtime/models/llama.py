@@ -51,8 +51,8 @@ class LlamaModel(Model):
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
     more than the weights themselves. ``make_linear`` defaults to what
     :func:`runtime.cpu.choose_linear` chooses without kernels. ``fp8_cache``: keys and values are
-    kept in fp8, with these scales. Raises ``ValueError`` for latent
-    attention on several ranks or with a backend that has none.
+    kept in fp8, with these scales. Raises ``ValueError`` for latent attention with a backend that
+    has none.
     """
 
     backend: AttentionBackend
@@ -202,11 +202,12 @@ class LlamaModel(Model):
         if config.latent is not None:
             attention = LatentAttention(
                 config.latent,
-                config.num_heads,
+                self.block_shape.num_heads,
                 take_local,
                 shapes,
                 ops=ops,
                 make_linear=make_linear,
+                group=self.group,
             )
         if config.experts is not None and config.has_experts(index):
             mlp = ExpertMlp(

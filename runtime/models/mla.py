@@ -6,6 +6,9 @@ head's up-projection of keys (``q_nope . (U c) = (q_nope U) . c``), and the up-p
 is applied to the attended latent, which is linear in ``c`` too. So every head reads the same
 vectors, as key and as value.
 
+On several ranks each has some of the query heads. All of them read the same latents, so each rank
+makes and caches these whole; what the heads give is added up over the ranks.
+
 Where the checkpoint rotates neighbouring elements, rows of the projections are put into halves when
 they are loaded; scores do not change, for queries and keys are permuted alike.
 
@@ -26,10 +29,14 @@ from runtime.layer_parts import LatentSpec
 from runtime.layers import merge_linears, norm_weight
 from runtime.linear import LinearMaker, TensorSource
 from runtime.ops import BlockOps, NormWeight, RotaryAngles
+from runtime.parallel import ProcessGroup
+from runtime.parallel_layers import RowParallelLinear
 
 
 class LatentAttention:
-    """``shapes`` and ``take`` as in :func:`runtime.layers.build_block`; all heads are here."""
+    """``shapes``, ``take`` and ``group`` as in :func:`runtime.layers.build_block`; ``num_heads``
+    are this rank's query heads. One of zeros reads the latents evenly and makes zeros of them.
+    """
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class LatentAttention:
         *,
         ops: BlockOps,
         make_linear: LinearMaker,
+        group: ProcessGroup,
     ) -> None:
         self.spec = spec
         self.num_heads = num_heads
@@ -66,7 +74,8 @@ class LatentAttention:
         up_HXL = take("self_attn.kv_b_proj.weight").unflatten(0, (num_heads, -1))
         self.key_up_HPL = up_HXL[:, : spec.nope_dim].contiguous()
         self.value_up_HLU = up_HXL[:, spec.nope_dim :].transpose(1, 2).contiguous()
-        self.out = merge_linears(take, shapes, ["self_attn.o_proj"], make_linear)
+        out = merge_linears(take, shapes, ["self_attn.o_proj"], make_linear)
+        self.out = RowParallelLinear(out, group)
 
     def __call__(
         self,

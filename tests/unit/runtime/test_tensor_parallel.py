@@ -19,12 +19,13 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.head_spec import EAGLE_FIELDS, DraftVocab, HeadSpec, hash_vocab_ids
 from runtime.kv_cache import SlotTable
+from runtime.layer_parts import LatentSpec
 from runtime.linear import PlainLinear
 from runtime.models.base import Model
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
 from runtime.request import Phase, Request, SamplingParams
-from runtime.sharding import HeadShare, share_heads
+from runtime.sharding import HeadShare, Shard, share_heads
 from runtime.spec.base import PlainSchedule
 from runtime.spec.mtp import MtpSchedule
 from tests.unit.runtime.engine_fixtures import (
@@ -68,6 +69,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "qwen3_moe": {"family": "qwen3moe", "moe_intermediate_size": 10},
+    "deepseek_v2": {"family": "deepseekv2"},
+    "deepseek_v3": {
+        "family": "deepseekv3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "hidden_size": 36,
+        "moe_intermediate_size": 11,
+    },
 }
 WIDTHS = (2, 4)
 
@@ -255,10 +264,13 @@ class Recompute:
         self.head = build_head(case.spec, case.tensors, self.target)
         self.num_checked = 0
         config = case.whole.config
-        self._shares = [
+        shares = [
             share_heads(config.num_heads, config.num_kv_heads, rank=rank, world_size=width)
             for rank in range(width)
         ]
+        self._draft_heads = [share.kv for share in shares]
+        whole = (0,)  # a latent cache, on every rank
+        self._target_heads = [whole if config.latent else heads for heads in self._draft_heads]
 
     @torch.inference_mode()
     def check(self, engine: Engine, engines: Sequence[Engine]) -> None:
@@ -295,14 +307,17 @@ class Recompute:
         logits = self.head.logits(drafted[-1:])[0]
         close(logits[schedule.drawn_from_RX[row]], logits.max()[None])
         assert int(schedule.last_ids_R[row]) == tokens[length]
-        for share, other in zip(self._shares, engines, strict=True):
+        for rank, other in enumerate(engines):
             theirs = other.schedule
             assert isinstance(theirs, MtpSchedule)
             held = other.table.slots(row, 0, length)
             assert torch.equal(held, engine.table.slots(row, 0, length))
-            for model, pool in ((self.target, theirs.target.pool), (self.head, theirs.draft.pool)):
+            for model, pool, heads in (
+                (self.target, theirs.target.pool, self._target_heads[rank]),
+                (self.head, theirs.draft.pool, self._draft_heads[rank]),
+            ):
                 for whole_LTGC, mine_LTGC in ((pools[model].k, pool.k), (pools[model].v, pool.v)):
-                    for local, head in enumerate(share.kv):
+                    for local, head in enumerate(heads):
                         got = mine_LTGC[-1][held][:, local]
                         want = whole_LTGC[-1][:, head] if head >= 0 else torch.zeros_like(got)
                         close(got, want)
@@ -474,6 +489,23 @@ def test_heads_beside_other_key_heads_are_seen(
     assert len(ids) == 20
     (want,) = make_engine(case, case.whole, draft=False).score(sequences)
     monkeypatch.setattr(sharding, "share_heads", shifted)
+    (got,) = lead(case, 2, lambda engine, _: engine.score(sequences))
+    assert (got - want).abs().max() > 1e-2
+
+
+def test_a_head_that_reads_another_heads_latents_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = sharding._latent_shards
+
+    def mixed(latent: LatentSpec, heads: Sequence[int]) -> dict[str, Shard]:
+        name = "self_attn.kv_b_proj.weight"
+        return {**cut(latent, heads), name: cut(latent, sorted(heads, reverse=True))[name]}
+
+    case = make_case(tmp_path, "deepseek_v2")
+    sequences = [random_ids(20, seed=1, vocab_size=VOCAB)]
+    (want,) = make_engine(case, case.whole, draft=False).score(sequences)
+    monkeypatch.setattr(sharding, "_latent_shards", mixed)
     (got,) = lead(case, 2, lambda engine, _: engine.score(sequences))
     assert (got - want).abs().max() > 1e-2
 
