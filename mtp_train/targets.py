@@ -30,5 +30,6 @@ def open_target(config: TargetConfig, *, device: torch.device, runtime: EngineCo
         stored_weights=runtime.stored_weights,
         int8_grid=runtime.int8_grid,
         kv_cache=runtime.kv_cache,
+        expert_parallel=runtime.expert_parallel,
         cache_dir=cache_directory(config),
     )

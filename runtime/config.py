@@ -24,8 +24,8 @@ class EngineConfig:
 
     Lengths and capacities are in tokens. ``num_pages`` bounds K/V memory: target and draft each
     own a zeroed pool of ``num_pages * page_size`` slots. Dtype and device are the target's;
-    ``attention``, ``attention_kernel``, ``stored_weights``, ``int8_grid`` and ``kv_cache`` are read
-    where a target is loaded.
+    ``attention``, ``attention_kernel``, ``stored_weights``, ``int8_grid``, ``kv_cache`` and
+    ``expert_parallel`` are read where a target is loaded.
     """
 
     num_threads: int = 0  # CPU threads; 0 = one per physical core
@@ -51,6 +51,7 @@ class EngineConfig:
     tree_rates: tuple[float, ...] = (0.45, 0.1, 0.05, 0.04)  # fixed: how often rank r is right
     check_integrity: bool = False  # test the page accounting after every step
     draft_length: DraftLength = "pinned"  # measured: 0, 1 or K per step, whichever is fastest
+    expert_parallel: bool = False  # several ranks: each has some experts whole, not columns of all
 
     def __post_init__(self) -> None:
         for name in (

@@ -65,9 +65,10 @@ class Router:
 class ExpertMlp:
     """Router, experts and shared experts in the place of an MLP.
 
-    ``shapes``, ``take`` and ``group`` as in :func:`runtime.layers.build_block`: on several ranks
-    each holds some columns of every expert, and their sums are added up once. The bias that
-    ``take`` hands over is float32.
+    ``shapes``, ``take`` and ``group`` as in :func:`runtime.layers.build_block`. ``shapes`` says
+    which experts are here: some columns of all of them or, where each expert is on one rank, those
+    whole. Either way every rank has all rows, and what the ranks make of them is added up once. The
+    bias that ``take`` hands over is float32.
     """
 
     def __init__(
@@ -88,28 +89,45 @@ class ExpertMlp:
         bias_X = take(CORRECTION_BIAS).float() if spec.has_bias else None
         self.spec = spec
         self.router = Router(spec, take("mlp.gate.weight"), bias_X)
-        self.experts = [take_mlp(f"experts.{index}") for index in range(spec.num_experts)]
+        self.own = _experts_in(shapes, spec)
+        self.experts = [take_mlp(f"experts.{index}") for index in self.own]
         self.shared = take_mlp("shared_experts") if spec.num_shared else None
         self._group = group
 
     def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
+        return self._group.all_reduce(self.own_part(x_ND))
+
+    def own_part(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts, or columns of experts, add to the result."""
         routing = self.router(x_ND)
         num_chosen = self.spec.num_chosen
-        by_expert = routing.ids_NE.flatten().argsort(stable=True)
-        inputs = x_ND.index_select(0, by_expert // num_chosen)
         counts = _counts_on_host(routing.ids_NE, self.spec.num_experts)
+        before, here = sum(counts[: self.own.start]), counts[self.own.start : self.own.stop]
+        by_expert = routing.ids_NE.flatten().argsort(stable=True)[before : before + sum(here)]
+        inputs = x_ND.index_select(0, by_expert // num_chosen)
+        outputs = x_ND.new_zeros(routing.ids_NE.numel(), x_ND.shape[1])
         parts = [
             _multiply(expert, rows)
-            for expert, rows in zip(self.experts, inputs.split(counts), strict=True)
+            for expert, rows in zip(self.experts, inputs.split(here), strict=True)
             if len(rows)
         ]
-        outputs = torch.empty_like(inputs).index_copy_(0, by_expert, torch.cat(parts))
+        if parts:
+            outputs.index_copy_(0, by_expert, torch.cat(parts))
         outputs_NED = outputs.unflatten(0, routing.ids_NE.shape)
         weighted_NED = outputs_NED.float() * routing.weights_NE[..., None]
         sum_ND = weighted_NED.sum(1).to(x_ND.dtype)
         if self.shared is not None:
             sum_ND += _multiply(self.shared, x_ND)
-        return self._group.all_reduce(sum_ND)
+        return sum_ND
+
+
+def _experts_in(shapes: Mapping[str, tuple[int, ...]], spec: ExpertSpec) -> range:
+    """The experts whose tensors are listed; they are neighbours."""
+    own = [i for i in range(spec.num_experts) if f"mlp.experts.{i}.up_proj.weight" in shapes]
+    if not own:
+        return range(0)
+    assert own[-1] - own[0] == len(own) - 1, f"experts {own} are no neighbours"
+    return range(own[0], own[-1] + 1)
 
 
 def _multiply(expert: GatedMlp, x: torch.Tensor) -> torch.Tensor:

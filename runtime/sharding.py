@@ -5,7 +5,10 @@ outputs, ``o_proj`` and ``down_proj`` by inputs, whose partial sums the ranks ad
 ``lm_head`` are cut by vocabulary rows. Norms are whole everywhere, and so is what makes the latents
 of latent attention.
 
-Every rank has the same shapes. A key/value head goes to one rank with all of its query heads; with
+Experts are cut by columns as an MLP is or, with ``expert_parallel``, dealt out whole; the experts
+that all tokens pass are cut by columns in both.
+
+But for whole experts, every rank has the same shapes. A key/value head goes to one rank with all of its query heads; with
 fewer heads than ranks it is replicated and its query heads are shared out. What does not divide is
 filled up with zero heads, zero columns and zero rows: they add exactly nothing.
 
@@ -22,6 +25,8 @@ import torch
 from runtime.layer_parts import LatentSpec
 from runtime.models.config import ModelConfig
 from runtime.parallel import ProcessGroup
+
+_EXPERTS = "mlp.experts."
 
 ReadSlice = Callable[[int, int], torch.Tensor]  # (start, stop) along the cut dimension
 
@@ -151,15 +156,19 @@ def share_block(
     head_dim: int,
     group: ProcessGroup,
     latent: LatentSpec | None = None,
+    expert_parallel: bool = False,
 ) -> BlockShare:
     """How the tensors of one decoder block are cut.
 
     ``shapes``: the block's own tensors (``self_attn.q_proj.weight`` …), whole. The bias of a linear
-    that is cut by inputs belongs to the first rank alone, for the partial sums are added up. With
-    ``latent`` every query head has the keys and values of its own that it makes of the latent, so
-    ``num_kv_heads`` and ``head_dim`` are not asked.
+    that is cut by inputs belongs to the first rank alone, for the partial sums are added up.
+    ``latent``: of latent attention, where every query head makes keys and values of its own, so
+    that ``num_kv_heads`` and ``head_dim`` are not asked. ``expert_parallel``: each expert is whole
+    and on one rank; tensors of the others are not listed.
     """
     rank, world_size = group.rank, group.world_size
+    if expert_parallel:
+        shapes = _with_own_experts(shapes, group)
     if latent is not None:
         num_kv_heads = num_heads
     heads = share_heads(num_heads, num_kv_heads, rank=rank, world_size=world_size)
@@ -170,6 +179,8 @@ def share_block(
     for name, shape in shapes.items():
         linear, _, kind = name.rpartition(".")
         if latent is not None and linear.startswith("self_attn."):
+            continue
+        if expert_parallel and linear.startswith(_EXPERTS):
             continue
         if linear.startswith("mlp."):  # an expert's linears as those of a plain MLP
             linear = "mlp." + linear.rpartition(".")[2]
@@ -204,17 +215,33 @@ def _latent_shards(latent: LatentSpec, heads: Sequence[int]) -> dict[str, Shard]
     }
 
 
-def target_shards(config: ModelConfig, group: ProcessGroup) -> dict[str, Shard]:
+def _with_own_experts(
+    shapes: Mapping[str, tuple[int, ...]], group: ProcessGroup
+) -> dict[str, tuple[int, ...]]:
+    """Without the experts of other ranks. Rank r of R has neighbouring ones, from rX/R up to
+    (r + 1)X/R of X, both rounded down.
+    """
+    expert_of = {name: int(name.split(".")[2]) for name in shapes if name.startswith(_EXPERTS)}
+    own = _portion(len(set(expert_of.values())), group.rank, group.world_size)
+    return {n: shape for n, shape in shapes.items() if n not in expert_of or expert_of[n] in own}
+
+
+def target_shards(
+    config: ModelConfig, group: ProcessGroup, *, expert_parallel: bool = False
+) -> dict[str, Shard]:
     """How the tensors of a target's checkpoint are cut, by name."""
     rows = even_shard(0, config.vocab_size, rank=group.rank, world_size=group.world_size)
     shards = {"model.embed_tokens.weight": rows, "lm_head.weight": rows}
     for index in range(config.num_layers):
-        for name, shard in share_layer(config, index, group).shards.items():
+        share = share_layer(config, index, group, expert_parallel=expert_parallel)
+        for name, shard in share.shards.items():
             shards[f"model.layers.{index}.{name}"] = shard
     return shards
 
 
-def share_layer(config: ModelConfig, index: int, group: ProcessGroup) -> BlockShare:
+def share_layer(
+    config: ModelConfig, index: int, group: ProcessGroup, *, expert_parallel: bool = False
+) -> BlockShare:
     """:func:`share_block` of a target's decoder layer."""
     return share_block(
         config.block_shapes(index),
@@ -223,6 +250,7 @@ def share_layer(config: ModelConfig, index: int, group: ProcessGroup) -> BlockSh
         head_dim=config.head_dim,
         group=group,
         latent=config.latent,
+        expert_parallel=expert_parallel,
     )
 
 

@@ -83,6 +83,7 @@ def load_workbench(
             stored_weights=config.runtime.stored_weights,
             int8_grid=config.runtime.int8_grid,
             kv_cache=config.runtime.kv_cache,
+            expert_parallel=config.runtime.expert_parallel,
             cache_dir=cache_directory(config.target),
             group=tensor_group,
         ).model

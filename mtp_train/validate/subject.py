@@ -75,6 +75,7 @@ class Subject:
                 stored_weights=self.engine_config.stored_weights,
                 int8_grid=self.engine_config.int8_grid,
                 kv_cache=self.engine_config.kv_cache,
+                expert_parallel=self.engine_config.expert_parallel,
                 cache_dir=self.cache_dir,
             )
         return self._targets[dtype]

@@ -46,7 +46,8 @@ from runtime.sharding import share_layer
 
 class LlamaModel(Model):
     """A target. ``take(name)`` hands over one checkpoint tensor in the wanted dtype and device; on
-    several ranks this rank's part of it (:func:`runtime.sharding.target_shards`).
+    several ranks this rank's part of it (:func:`runtime.sharding.target_shards`), with
+    ``expert_parallel`` whole experts.
 
     Every tensor is taken exactly once, and merged and packed at once, so that loading needs little
     more than the weights themselves. ``make_linear`` defaults to what
@@ -69,10 +70,12 @@ class LlamaModel(Model):
         group: ProcessGroup,
         make_linear: LinearMaker | None = None,
         fp8_cache: Fp8Scales | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         self.config = config
         self.fp8_cache = fp8_cache
         self.group = group
+        self.expert_parallel = expert_parallel
         self.backend = backend
         self.ops = ops
         self.dtype = dtype
@@ -197,7 +200,8 @@ class LlamaModel(Model):
         if isinstance(take, LinearSource):
             take_local = take.below(prefix)
         config, ops, make_linear = self.config, self.ops, self.make_linear
-        shapes = share_layer(config, index, self.group).shapes
+        share = share_layer(config, index, self.group, expert_parallel=self.expert_parallel)
+        shapes = share.shapes
         attention, mlp = None, None
         if config.latent is not None:
             attention = LatentAttention(

@@ -83,6 +83,7 @@ def load_target(
     kv_cache: KvCache = "model",
     cache_dir: Path | None = None,
     group: ProcessGroup | None = None,
+    expert_parallel: bool = False,
 ) -> Target:
     """Resolve, check and load a target.
 
@@ -93,6 +94,7 @@ def load_target(
     :func:`default_cache_dir`. ``group``: the ranks over which the weights are spread (default: all
     of them here); every one loads, and reads its own part only. ``stored_weights``,
     ``int8_grid`` and ``kv_cache`` as in :class:`runtime.config.EngineConfig`.
+    ``expert_parallel``: of experts this is some of them whole, instead of some columns of all.
     Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
@@ -101,7 +103,12 @@ def load_target(
     checkpoint = Checkpoint.of(directory, config)
 
     group = group or SingleProcessGroup(device)
-    shards = target_shards(config, group)
+    if expert_parallel and config.experts is None:
+        raise ValueError(
+            f"runtime.expert_parallel=true with {config.architecture}: it has no experts; use "
+            "runtime.expert_parallel=false"
+        )
+    shards = target_shards(config, group, expert_parallel=expert_parallel)
 
     def take(name: str) -> torch.Tensor:
         own = torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
@@ -145,6 +152,7 @@ def load_target(
         group=group,
         make_linear=choose_linear(dtype, device, kernels),
         fp8_cache=checkpoint.read_kv_scales() if kv_cache == "fp8_e4m3" else None,
+        expert_parallel=expert_parallel,
     )
     return Target(
         model=model,

@@ -18,29 +18,26 @@ from runtime.models.loader import load_target
 from runtime.parallel import ProcessGroup
 from tests.distributed.ranks import run_ranks
 from tests.unit.runtime.engine_fixtures import VOCAB, make_requests
-from tests.unit.runtime.model_fixtures import random_ids, save_model
+from tests.unit.runtime.model_fixtures import random_ids
+from tests.unit.runtime.test_expert_parallel import make_sparse_case
 from tests.unit.runtime.test_tensor_parallel import Case, make_engine, open_case
 
 CPU = torch.device("cpu")
-NUM_EXPERTS = 7  # of no number of ranks a multiple
-SIZES: dict[str, dict[str, Any]] = {
-    "qwen3moe": {"num_experts": NUM_EXPERTS},
-    "deepseekv2": {"n_routed_experts": NUM_EXPERTS},
-    "deepseekv3": {"n_routed_experts": NUM_EXPERTS, "n_group": 1, "topk_group": 1},
-}
-LAYOUTS: list[dict[str, Any]] = [{}]
+RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # how it is loaded, settings of the engine
+    ({}, {"num_draft_tokens": 3}),
+    ({"expert_parallel": True}, {"num_draft_tokens": 1}),
+]
 
 
 def live(rank: int) -> None:
     path, family = Path(sys.argv[1]), sys.argv[2]
     group = init_process_group(device="cpu", timeout_s=60)
     if group.is_leader:
-        save_model(path, family, vocab_size=VOCAB, **SIZES[family])
+        make_sparse_case(path, family)
     group.barrier()
     case = open_case(path)
-    for layout in LAYOUTS:
-        for num_drafts in (1, 3):
-            compare(case, group, layout, {"num_draft_tokens": num_drafts})
+    for layout, settings in RUNS:
+        compare(case, group, layout, settings)
     group.barrier()
     group.close()
 
@@ -63,15 +60,16 @@ def compare(
 
 
 def exercise(engine: Engine) -> tuple[list[Any], list[torch.Tensor]]:
-    """Tokens and drafts; scores by chunks and row by row, and states. Prompts are longer than a
+    """Tokens and drafts; scores by chunks and row by row, and states. A prompt is longer than a
     chunk.
     """
-    sequences = [random_ids(n, seed=n, vocab_size=VOCAB) for n in (50, 3)]
-    requests = make_requests(4, temperature=0.9, ignore_eos=True)
-    generations = engine.generate(requests)
-    states = {int(rows.key): rows.hidden_TD for rows in engine.forward_hidden(sequences)}
-    scores = [engine.score(sequences, decode_path=one_row) for one_row in (False, True)]
-    return generations, [*scores[0], *scores[1], states[0], states[1]]
+    ids = random_ids(40, seed=1, vocab_size=VOCAB)
+    generations = engine.generate(
+        make_requests(3, temperature=0.9, ignore_eos=True, max_tokens=12)
+    )
+    (states,) = engine.forward_hidden([ids])
+    scores = [*engine.score([ids]), *engine.score([ids[:6]], decode_path=True)]
+    return generations, [*scores, states.hidden_TD]
 
 
 def main() -> None:
