@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -56,6 +56,8 @@ class ForwardBatch:
     hidden_ND: torch.Tensor | None = None
     visible_BSJ: torch.Tensor | None = None
     attention_plan: Any = None
+    # The same rows by halves, where they are to be computed so; only what plans read is looked at.
+    halves: tuple[ForwardBatch, ForwardBatch] | None = None
 
     @property
     def end(self) -> int:
@@ -113,6 +115,35 @@ def _locate(
     offsets_B = np.cumsum(counts_B) - counts_B
     positions_N = np.repeat(starts_B - offsets_B, counts_B) + np.arange(sum(q_lens))
     return positions_N, np.repeat(rows_B, counts_B)
+
+
+def cut_in_halves(batch: ForwardBatch) -> ForwardBatch:
+    """``batch`` with :attr:`~ForwardBatch.halves`, each of whole requests; a lone request is left
+    as it is. Not for trees.
+    """
+    assert batch.visible_BSJ is None, "a tree is not cut"
+    assert batch.attention_plan is None, "a graph's batch is not cut"
+    num_requests = len(batch.q_lens)
+    if num_requests < 2:
+        return batch
+    middle = (num_requests + 1) // 2
+    row = sum(batch.q_lens[:middle])
+    first, second = (
+        ForwardBatch(
+            mode=batch.mode,
+            input_ids_N=batch.input_ids_N[rows],
+            positions_N=batch.positions_N[rows],
+            write_slots_N=batch.write_slots_N[rows],
+            q_lens=batch.q_lens[requests],
+            kv_lens=batch.kv_lens[requests],
+            table_rows=batch.table_rows[requests],
+        )
+        for rows, requests in (
+            (slice(row), slice(middle)),
+            (slice(row, None), slice(middle, None)),
+        )
+    )
+    return replace(batch, halves=(first, second))
 
 
 def build_tree_batch(

@@ -52,6 +52,7 @@ class EngineConfig:
     check_integrity: bool = False  # test the page accounting after every step
     draft_length: DraftLength = "pinned"  # measured: 0, 1 or K per step, whichever is fastest
     expert_parallel: bool = False  # several ranks: each has some experts whole, not columns of all
+    micro_batch_halves: bool = False  # a head's chain is verified in halves that take turns
 
     def __post_init__(self) -> None:
         for name in (
@@ -84,6 +85,12 @@ class EngineConfig:
                 "only exact under verify=rejection (the q that was sampled from enters min(1, p/q))"
             )
         self._check_tree()
+        if self.micro_batch_halves and (self.is_tree or self.cuda_graphs):
+            other = f"schedule={self.schedule}" if self.is_tree else "cuda_graphs=true"
+            raise ValueError(
+                f"runtime.micro_batch_halves=true with runtime.{other}: halves are of chains, and "
+                "are not recorded; use runtime.micro_batch_halves=false"
+            )
         if self.max_batch_tokens < self.max_running * self.num_verify_rows:
             rows = "num_draft_tokens + 1" if not self.is_tree else "tree_nodes + 1"
             raise ValueError(

@@ -91,12 +91,27 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """What is to be added to the residual stream, ``[N, D]``."""
 
+    def own_part(
+        self,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
+        """This rank's part of it: the sum over the ranks is what a call gives."""
+
 
 class Mlp(Protocol):
     """What works on each row by itself."""
 
     def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
         """What is to be added to the residual stream, ``[N, D]``."""
+
+    def own_part(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it: the sum over the ranks is what a call gives."""
 
 
 class GroupedAttention:
@@ -142,6 +157,20 @@ class GroupedAttention:
         pool: KVPool,
         layer: int,
     ) -> torch.Tensor:
+        return self.out.add_up(
+            self.own_part(inputs_NI, angles, backend=backend, plan=plan, pool=pool, layer=layer)
+        )
+
+    def own_part(
+        self,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
         shape = self.shape
         rows, num_heads = inputs_NI.shape[0], shape.num_heads
         num_rotated = num_heads + shape.num_kv_heads
@@ -152,7 +181,7 @@ class GroupedAttention:
         self.ops.rotate(qkv, num_rotated, angles)
         q_NHC, k_NGC, v_NGC = qkv.split((num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         attended = backend.run(plan, pool, layer, q_NHC, k_NGC, v_NGC)
-        return self.out(attended.view(rows, num_heads * shape.head_dim))
+        return self.out.linear(attended.view(rows, num_heads * shape.head_dim))
 
 
 class GatedMlp:
@@ -177,6 +206,9 @@ class GatedMlp:
     def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
         return self.down(self.partial(x_ND))
 
+    def own_part(self, x_ND: torch.Tensor) -> torch.Tensor:
+        return self.down.linear(self.partial(x_ND))
+
     def partial(self, x_ND: torch.Tensor) -> torch.Tensor:
         """What ``down`` reads."""
         return self.ops.silu_mul(self.gate_up(x_ND))
@@ -185,7 +217,8 @@ class GatedMlp:
 class DecoderBlock:
     """Pre-norm attention and MLP. A norm that is ``None`` does nothing.
 
-    ``fused``: where one kernel finds all of it, if there is one.
+    ``group``: the ranks over which its parts are spread. ``fused``: where one kernel finds all of
+    it, if there is one.
     """
 
     def __init__(
@@ -197,9 +230,11 @@ class DecoderBlock:
         input_norm: NormWeight | None,
         post_attention_norm: NormWeight | None,
         ops: BlockOps,
+        group: ProcessGroup,
         fused: FusedBlock | None = None,
     ) -> None:
         self.shape = shape
+        self.group = group
         self.attention = attention
         self.mlp = mlp
         self.input_norm = input_norm
@@ -223,7 +258,7 @@ class DecoderBlock:
         The sum is left to whoever norms it next (``delta`` here is that of the block before), so
         that addition and norm are one pass over the rows.
         """
-        normed_ND = self._add_norm(x_ND, delta_ND, self.input_norm)
+        normed_ND = self.add_norm(x_ND, delta_ND, self.input_norm)
         return self.behind_first_norm(
             x_ND, normed_ND, angles, backend=backend, plan=plan, pool=pool, layer=layer
         )
@@ -243,11 +278,12 @@ class DecoderBlock:
         delta_ND = self.attention(
             inputs_NI, angles, backend=backend, plan=plan, pool=pool, layer=layer
         )
-        return self.mlp(self._add_norm(x_ND, delta_ND, self.post_attention_norm))
+        return self.mlp(self.add_norm(x_ND, delta_ND, self.post_attention_norm))
 
-    def _add_norm(
+    def add_norm(
         self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None, norm: NormWeight | None
     ) -> torch.Tensor:
+        """Add ``delta`` to the residual stream in place; what the next part reads."""
         if norm is not None:
             return self.ops.add_rms_norm(x_ND, delta_ND, norm)
         return x_ND if delta_ND is None else x_ND.add_(delta_ND)
@@ -313,6 +349,7 @@ def build_block(
         input_norm=input_norm,
         post_attention_norm=post_norm,
         ops=ops,
+        group=group,
         fused=fused,
     )
 

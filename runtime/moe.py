@@ -107,7 +107,7 @@ class ExpertMlp:
         inputs = x_ND.index_select(0, by_expert // num_chosen)
         outputs = x_ND.new_zeros(routing.ids_NE.numel(), x_ND.shape[1])
         parts = [
-            _multiply(expert, rows)
+            expert.own_part(rows)
             for expert, rows in zip(self.experts, inputs.split(here), strict=True)
             if len(rows)
         ]
@@ -117,7 +117,7 @@ class ExpertMlp:
         weighted_NED = outputs_NED.float() * routing.weights_NE[..., None]
         sum_ND = weighted_NED.sum(1).to(x_ND.dtype)
         if self.shared is not None:
-            sum_ND += _multiply(self.shared, x_ND)
+            sum_ND += self.shared.own_part(x_ND)
         return sum_ND
 
 
@@ -128,11 +128,6 @@ def _experts_in(shapes: Mapping[str, tuple[int, ...]], spec: ExpertSpec) -> rang
         return range(0)
     assert own[-1] - own[0] == len(own) - 1, f"experts {own} are no neighbours"
     return range(own[0], own[-1] + 1)
-
-
-def _multiply(expert: GatedMlp, x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the expert's output; the whole is a sum over ranks."""
-    return expert.down.linear(expert.partial(x))
 
 
 def _counts_on_host(ids_NE: torch.Tensor, num_experts: int) -> list[int]:

@@ -19,6 +19,36 @@ ReduceOp = Literal["sum", "max", "min"]
 DEFAULT_TIMEOUT_S = 1800.0
 
 
+class PendingSum(ABC):
+    """A sum over ranks that has been started."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor:
+        """The sum. On a GPU the stream waits for it, not the host."""
+
+
+@dataclass(frozen=True)
+class FinishedSum(PendingSum):
+    """Of a group that does not go on by itself."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class RunningSum(PendingSum):
+    """What the backend of ``torch.distributed`` works on."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.tensor
+
+
 class ProcessGroup(ABC):
     """What models, engines and stages may ask of the ranks they run on."""
 
@@ -60,6 +90,12 @@ class ProcessGroup(ABC):
 
         The result is the same, bit for bit, on every rank.
         """
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingSum:
+        """:meth:`all_reduce` with ``sum``, on its way where the group can: nobody may touch
+        ``tensor`` until it has been waited for. All ranks start and wait in the same order.
+        """
+        return FinishedSum(self.all_reduce(tensor))
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -185,6 +221,11 @@ class TorchProcessGroup(ProcessGroup):
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         dist.all_reduce(tensor, op=reduce_op[op], group=self.group)
         return tensor
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingSum:
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None, "this rank is not in its own group"
+        return RunningSum(work, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self.world_size, *tensor.shape))

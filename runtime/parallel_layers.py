@@ -29,7 +29,11 @@ class RowParallelLinear:
 
     def __call__(self, x_MI: torch.Tensor) -> torch.Tensor:
         """This rank's inputs ``[M, I]`` -> all outputs ``[M, O]``, the same on every rank."""
-        return self._group.all_reduce(self.linear(x_MI))
+        return self.add_up(self.linear(x_MI))
+
+    def add_up(self, part_MO: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of what ``linear`` gave each of them."""
+        return self._group.all_reduce(part_MO)
 
     def dense_weight(self) -> torch.Tensor:
         """This rank's plain weight."""

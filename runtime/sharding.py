@@ -8,9 +8,10 @@ of latent attention.
 Experts are cut by columns as an MLP is or, with ``expert_parallel``, dealt out whole; the experts
 that all tokens pass are cut by columns in both.
 
-But for whole experts, every rank has the same shapes. A key/value head goes to one rank with all of its query heads; with
-fewer heads than ranks it is replicated and its query heads are shared out. What does not divide is
-filled up with zero heads, zero columns and zero rows: they add exactly nothing.
+But for whole experts, every rank has the same shapes. A key/value head goes to one rank with all of
+its query heads; with fewer heads than ranks it is replicated and its query heads are shared out.
+What does not divide is filled up with zero heads, zero columns and zero rows: they add exactly
+nothing.
 
 Shape legend: H query heads, G key/value heads, C head width, R = H/G.
 """

@@ -20,13 +20,14 @@ from runtime.batch import ForwardBatch
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.ops import RotaryAngles
 
-_NOT_PLANNED = frozenset({"input_ids_N", "hidden_ND", "positions_N", "plans"})
+_NOT_PLANNED = frozenset({"input_ids_N", "hidden_ND", "positions_N", "plans", "halves"})
 
 
 class AttentionBackend(ABC):
     """Two calls per forward: ``plan`` once on the host, ``run`` once per layer."""
 
     has_latent = False  # whether ``run_latent`` is there
+    plans_at_once = True  # whether a plan stays good when another one is made
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, table: SlotTable) -> Any:

@@ -59,6 +59,8 @@ class FlashInferBackend(AttentionBackend):
     through the kernel that takes lengths from the device and has no plan.
     """
 
+    plans_at_once = False  # a wrapper is planned for one batch at a time
+
     def __init__(
         self,
         module: Any,

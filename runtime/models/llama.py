@@ -23,6 +23,7 @@ import torch
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
 from runtime.cpu import choose_linear
+from runtime.halves import plan_rows, run_rows
 from runtime.kv_cache import Fp8Scales, KVPool, SlotTable
 from runtime.layers import (
     BlockShape,
@@ -30,7 +31,6 @@ from runtime.layers import (
     RotaryEmbedding,
     build_block,
     norm_weight,
-    run_blocks,
 )
 from runtime.linear import LinearMaker, LinearSource, TensorSource
 from runtime.models.base import Model
@@ -147,7 +147,7 @@ class LlamaModel(Model):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
         """``g`` of every row, ``[N, D]``; with ``layer_ids`` ``[N, row_width]``."""
-        plan = self.backend.plan_once(batch, table)
+        plan = plan_rows(self.backend, batch, table)
         angles = self.rotary.angles(batch.positions_N, self.dtype, end=batch.end)
         x_ND = self.embed(batch.input_ids_N)
         rows_NE: torch.Tensor | None = None
@@ -155,7 +155,7 @@ class LlamaModel(Model):
             rows_NE = x_ND.new_empty(x_ND.shape[0], self.row_width)
         done, delta_ND = 0, None
         for number, stop in enumerate((*self.layer_ids, len(self.blocks)), start=1):
-            delta_ND = run_blocks(
+            delta_ND = run_rows(
                 self.blocks[done:stop],
                 x_ND,
                 angles,

@@ -87,6 +87,21 @@ class LatentAttention:
         pool: KVPool,
         layer: int,
     ) -> torch.Tensor:
+        """As :meth:`own_part`, added up over the ranks."""
+        return self.out.add_up(
+            self.own_part(inputs_NI, angles, backend=backend, plan=plan, pool=pool, layer=layer)
+        )
+
+    def own_part(
+        self,
+        inputs_NI: torch.Tensor,
+        angles: RotaryAngles,
+        *,
+        backend: AttentionBackend,
+        plan: Any,
+        pool: KVPool,
+        layer: int,
+    ) -> torch.Tensor:
         """Store ``[c | k_pe]`` of the rows, attend in the absorbed form; ``[N, D]``."""
         spec, num_heads = self.spec, self.num_heads
         merged = self.inputs(inputs_NI)
@@ -107,7 +122,7 @@ class LatentAttention:
         attended_NHC = backend.run_latent(plan, pool, layer, q_NHC, latent_N1C, scale=spec.scale)
         attended_HNL = attended_NHC[..., : spec.kv_rank].transpose(0, 1)
         values_NHU = torch.bmm(attended_HNL, self.value_up_HLU).transpose(0, 1)
-        return self.out(values_NHU.reshape(len(values_NHU), -1))
+        return self.out.linear(values_NHU.reshape(len(values_NHU), -1))
 
 
 def _rotated_in_halves(weight: torch.Tensor, head_rows: int, num_rotated: int) -> torch.Tensor:

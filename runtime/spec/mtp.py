@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.batch import BatchMode, ForwardBatch, build_batch, upload_ids
+from runtime.batch import BatchMode, ForwardBatch, build_batch, cut_in_halves, upload_ids
 from runtime.config import DraftMode, VerifyMode
 from runtime.draft_vocab import spread_probs, to_target_ids
 from runtime.models.base import DraftModel
@@ -51,9 +51,11 @@ class MtpSchedule(PlainSchedule):
         verify: VerifyMode,
         draft_mode: DraftMode,
         num_choices: int | None = None,
+        in_halves: bool = False,
     ) -> None:
         """``num_choices``: best columns that a proposal draws from, 0: whole logits (default: one,
-        or logits where drafts are sampled).
+        or logits where drafts are sampled). ``in_halves``: verification and extension run over two
+        halves of the requests that take turns (:mod:`runtime.halves`).
         """
         super().__init__(target, num_rows=num_rows, transfer=transfer)
         assert isinstance(draft.model, DraftModel)
@@ -61,6 +63,7 @@ class MtpSchedule(PlainSchedule):
         self.head: DraftModel = draft.model
         self.verify = verify
         self.draft_mode = draft_mode
+        self.in_halves = in_halves
         if num_choices is None:
             num_choices = 1 if draft_mode == "argmax" else 0
         self.num_choices = num_choices
@@ -102,6 +105,8 @@ class MtpSchedule(PlainSchedule):
             input_ids_N=ids_BK1.reshape(-1),
             device=self.device,
         )
+        if self.in_halves:
+            batch = cut_in_halves(batch)
         hidden_ND = self.target.forward(batch)
         logits_NV = self.target.model.logits(hidden_ND)
         self.transfer.mark("target")

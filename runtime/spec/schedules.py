@@ -4,6 +4,7 @@ plugged in: a name, what its draft has to be, and how it is made.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from runtime.spec.draft_target import DraftTargetSchedule, OnLeader
 from runtime.spec.mtp import MtpSchedule
 from runtime.spec.tree import TreeSchedule
 from runtime.transfer import HostTransfer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ def make_schedule(
     name = _resolve(config, draft)
     if isinstance(draft, DraftModel):
         _check_length(config, draft)
+    if config.micro_batch_halves and name == "draft_target":
+        raise ValueError(
+            "runtime.micro_batch_halves=true with a whole model that drafts: halves are of a "
+            "head's chain; use runtime.micro_batch_halves=false"
+        )
     parts = Parts(
         config,
         make_runner(target),
@@ -87,6 +95,8 @@ def _plain(parts: Parts) -> PlainSchedule:
 
 def _mtp(parts: Parts) -> PlainSchedule:
     assert parts.draft is not None, "every rank has its part of the head"
+    if parts.config.micro_batch_halves:
+        _check_halves(parts)
     return MtpSchedule(
         parts.target,
         parts.draft,
@@ -94,7 +104,22 @@ def _mtp(parts: Parts) -> PlainSchedule:
         transfer=parts.transfer,
         verify=parts.config.verify,
         draft_mode=parts.config.draft_mode,
+        in_halves=parts.config.micro_batch_halves,
     )
+
+
+def _check_halves(parts: Parts) -> None:
+    model = parts.target.model
+    if model.backend is not None and not model.backend.plans_at_once:
+        raise ValueError(
+            f"runtime.micro_batch_halves=true with {type(model.backend).__name__}: it plans for "
+            "one batch at a time; use runtime.attention=sdpa"
+        )
+    if model.group.world_size == 1:
+        logger.warning(
+            "runtime.micro_batch_halves on one rank: there is no communication to hide, and "
+            "weights are read twice"
+        )
 
 
 def _tree(parts: Parts) -> PlainSchedule:

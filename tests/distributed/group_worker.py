@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_train.distributed import TorchProcessGroup, init_process_group, run_on_leader
+from runtime.parallel import ProcessGroup, RunningSum
 from tests.distributed.ranks import run_ranks
 
 WORLD_SIZE = 2
@@ -30,6 +31,7 @@ def exercise(rank: int) -> None:
     pair = group.split(2)
     assert (pair.tensor.world_size, pair.tensor.rank, pair.data.world_size) == (2, rank, 1)
     assert pair.tensor.all_reduce(torch.tensor([1, rank])).tolist() == [2, 1]
+    check_started_sums(group, pair.tensor)
     apart = group.split(1)
     assert (apart.tensor.world_size, apart.data.world_size, apart.data.rank) == (1, 2, rank)
     assert apart.tensor.all_gather(torch.tensor([rank])).tolist() == [[rank]]
@@ -46,6 +48,20 @@ def exercise(rank: int) -> None:
     else:
         raise AssertionError("the leader's error did not reach this rank")
     group.close()
+
+
+def check_started_sums(group: TorchProcessGroup, messages: ProcessGroup) -> None:
+    """Rank 0 goes on while its sum is on the way; rank 1 starts when it has heard of that."""
+    if group.rank:
+        messages.broadcast(torch.zeros(1))
+    first = group.start_all_reduce(torch.tensor([1.0, group.rank]))
+    if not group.rank:
+        assert isinstance(first, RunningSum)
+        assert not first.work.is_completed()
+        messages.broadcast(torch.zeros(1))
+    second = group.start_all_reduce(torch.tensor([5 + group.rank]))
+    assert first.wait().tolist() == [2.0, 1.0]
+    assert second.wait().tolist() == [11]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.unit.runtime.test_tensor_parallel import Case, make_engine, open_case
 CPU = torch.device("cpu")
 RUNS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # how it is loaded, settings of the engine
     ({}, {"num_draft_tokens": 3}),
-    ({"expert_parallel": True}, {"num_draft_tokens": 1}),
+    ({"expert_parallel": True}, {"num_draft_tokens": 1, "micro_batch_halves": True}),
 ]
 
 
@@ -64,9 +64,7 @@ def exercise(engine: Engine) -> tuple[list[Any], list[torch.Tensor]]:
     chunk.
     """
     ids = random_ids(40, seed=1, vocab_size=VOCAB)
-    generations = engine.generate(
-        make_requests(3, temperature=0.9, ignore_eos=True, max_tokens=12)
-    )
+    generations = engine.generate(make_requests(3, temperature=0.9, ignore_eos=True, max_tokens=12))
     (states,) = engine.forward_hidden([ids])
     scores = [*engine.score([ids]), *engine.score([ids[:6]], decode_path=True)]
     return generations, [*scores, states.hidden_TD]

@@ -19,6 +19,7 @@ import torch
 
 from runtime.attention.base import AttentionBackend
 from runtime.batch import ForwardBatch
+from runtime.halves import plan_rows, run_rows
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, check_head_tensors, layer_prefix
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.layers import (
@@ -27,7 +28,6 @@ from runtime.layers import (
     RotaryEmbedding,
     build_block,
     norm_weight,
-    run_blocks,
 )
 from runtime.linear import Linear, TensorSource
 from runtime.models.base import DraftModel
@@ -129,7 +129,7 @@ class MtpHead(DraftModel):
         """
         assert batch.hidden_ND is not None, "an MTP head needs batch.hidden_ND"
         backend, ops = self._target.backend, self._target.ops
-        plan = backend.plan_once(batch, table)
+        plan = plan_rows(backend, batch, table)
         embedding_ND = self._target.embed(batch.input_ids_N)
         if self.spec.first_embedding_mask and batch.may_hold_first:
             is_first = (batch.positions_N == 0)[:, None]
@@ -152,7 +152,7 @@ class MtpHead(DraftModel):
         angles = self.rotary.angles(
             positions_N, self.dtype, end=batch.end + self.spec.position_offset
         )
-        delta_ND = run_blocks(self.blocks, x_ND, angles, backend=backend, plan=plan, pool=pool)
+        delta_ND = run_rows(self.blocks, x_ND, angles, backend=backend, plan=plan, pool=pool)
         return self._recycled(x_ND, delta_ND)
 
     def _recycled(self, x_ND: torch.Tensor, delta_ND: torch.Tensor | None) -> torch.Tensor:
