@@ -15,8 +15,17 @@ REPOSITORY = Path(__file__).parents[2]
 def test_a_sparse_target_over_two_ranks_decodes_as_one_process_does(
     family: str, tmp_path: Path
 ) -> None:
+    run_worker(tmp_path / "target", family, "decode")
+
+
+@pytest.mark.tp(2)
+def test_features_of_a_sparse_target_over_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    run_worker(tmp_path, "deepseekv3", "dump")
+
+
+def run_worker(*arguments: object) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.sparse_worker", str(tmp_path / "target"), family],
+        [sys.executable, "-m", "tests.distributed.sparse_worker", *map(str, arguments)],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
