@@ -11,6 +11,7 @@ from mtp_train import check_render, demo, generate, reproduce, stages
 from mtp_train.app import Stage, run_command
 from mtp_train.compare.command import run_compare, take_runs
 from mtp_train.doctor.command import run_doctor, take_flags
+from mtp_train.inspect.command import run_inspect, take_head
 from mtp_train.plan.command import run_plan
 from mtp_train.plan.command import take_flags as take_plan_flags
 
@@ -69,6 +70,7 @@ COMMANDS = (
         "nothing: prints the answer",
         generate.take_prompt,
     ),
+    Command("inspect", run_inspect, "a head's directory", "nothing: says what it is", take_head),
     Command("report", stages.run_report, "what is there of the run", "report.html"),
     Command(
         "plan",

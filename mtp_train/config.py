@@ -211,6 +211,47 @@ class ExportConfig:
     check: str = ""  # check this directory instead of writing one
 
 
+HeadFormat = Literal[
+    "native",
+    "eagle",
+    "speculators_eagle",
+    "eagle3",
+    "speculators_eagle3",
+    "mimo",
+    "deepseek_mtp",
+    "qwen_mtp",
+    "speculators_mtp",
+    "medusa",
+    "mlp_speculator",
+    "peagle",
+    "dflash",
+    "dspark",
+]
+
+
+@dataclass(frozen=True)
+class ForeignConfig:
+    """How a head that others wrote is read, where its files leave that open."""
+
+    format: Literal["auto", HeadFormat] = "auto"
+    draft_ids: Literal["auto", "offset", "absolute"] = "auto"  # what d2t holds
+    layer_ids: tuple[int, ...] = ()  # k of the S_k that fc reads; () = as config.json says
+    norm_before_residual: Literal["auto", True, False] = "auto"
+    concat: Literal["auto", "embedding_hidden", "hidden_embedding"] = "auto"
+    first_embedding_mask: Literal["auto", True, False] = "auto"
+    # target: an embedding or lm_head of its own that differs is replaced by the target's
+    vocabulary: Literal["own", "target"] = "own"
+    rope: Literal["head", "target"] = "head"  # whose RoPE it is read with, where they differ
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """`mtp inspect`: what a head directory is. The directory is an argument as well."""
+
+    head: str = ""
+    json: bool = False  # one JSON object instead of tables
+
+
 @dataclass(frozen=True)
 class ServingConfig:
     """The user's own serving engine, for rung P6; ``kind=none``: the rung is not climbed.
@@ -335,6 +376,8 @@ class Config:
     runtime: EngineConfig = EngineConfig()
     validate: ValidateConfig = ValidateConfig()
     export: ExportConfig = ExportConfig()
+    foreign: ForeignConfig = ForeignConfig()
+    inspect: InspectConfig = InspectConfig()
     engine: ServingConfig = ServingConfig()
     preflight: PreflightConfig = PreflightConfig()
     report: ReportConfig = ReportConfig()

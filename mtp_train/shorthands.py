@@ -18,6 +18,11 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "compare": {name: f"compare.{name}" for name in ("baseline", "set", "k", "html", "json")},
         "reproduce": {name: f"reproduce.{name}" for name in ("name", "root", "json")},
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
+        "inspect": {
+            "target": "target.path",
+            "as": "foreign.format",
+            "json": "inspect.json",
+        },
         "plan": {
             "target": "target.path",
             "tokens": "data.max_tokens_total",

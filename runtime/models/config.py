@@ -171,7 +171,7 @@ def parse_config(
         head_dim=head_dim,
         vocab_size=positive(raw, "vocab_size", source),
         max_position_embeddings=positive(raw, "max_position_embeddings", source),
-        rope=_parse_rope(raw, source),
+        rope=parse_rope(raw, source),
         norm_eps=number(raw, "rms_norm_eps", source),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layer_parts=traits.layer_parts,
@@ -184,7 +184,7 @@ def parse_config(
     )
 
 
-def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
+def parse_rope(raw: Mapping[str, Any], source: str) -> RopeSpec:
     """Both schemas: ``rope_theta`` + ``rope_scaling``, and ``rope_parameters`` (transformers 5)."""
     parameters = raw.get("rope_parameters")
     scaling = raw.get("rope_scaling")

@@ -1,0 +1,176 @@
+"""A head that others wrote, read strictly and written again as one of ours.
+
+What comes after it (training, the ladder, export) knows native heads only, and nothing is ever
+written into the directory that was given. The native directory is named after its content and made
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtp_train.config import ForeignConfig
+from mtp_train.foreign.against_target import read_copies
+from mtp_train.foreign.files import HeadFiles, open_files
+from mtp_train.foreign.inspection import FILE_CODES, Inspection, blocking, inspect_head
+from mtp_train.foreign.readers import READERS
+from mtp_train.foreign.reading import Given, Reading
+from mtp_train.foreign.sizes import TargetShape, read_target
+from mtp_train.run_dir import read_json, write_json_atomic
+from runtime.head_spec import CONFIG_NAME, HeadSpec, save_head
+from runtime.models.loader import fingerprint_target
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "import.json"
+
+
+@dataclass(frozen=True)
+class ImportedHead:
+    """``spec`` and ``tensors`` as :func:`runtime.head_spec.load_head` gives them; what ``mtp
+    train`` calls the target's fingerprint is that of the target it was read for.
+    """
+
+    spec: HeadSpec
+    tensors: Mapping[str, torch.Tensor]
+    inspection: Inspection
+
+
+def is_foreign(directory: Path) -> bool:
+    """Whether a head directory is neither native nor an export of ours."""
+    if not (directory / CONFIG_NAME).is_file():
+        return False
+    config = read_json(directory / CONFIG_NAME)
+    is_native = "kind" in config and "version" in config
+    return not is_native and not (directory / "export.json").is_file()
+
+
+def read_foreign(
+    directory: Path, choices: ForeignConfig, *, target_dir: Path, cache_dir: Path
+) -> ImportedHead:
+    """The head in ``directory`` for the target in ``target_dir``.
+
+    Raises ``ValueError`` naming what is missing, unexpected, of another shape, left open or not
+    representable.
+    """
+    target = read_target(target_dir)
+    inspection = inspect_head(directory, choices, target=target)
+    format, reading = inspection.format, inspection.reading
+    if format is None or reading is None:
+        raise ValueError(f"head={directory}: {inspection.findings[0]}")
+    where = f"head={directory}: {format.title}"
+    if format.not_read:
+        raise ValueError(f"{where}: {format.not_read}")
+    errors = blocking(inspection.findings)
+    if errors and (not reading.why_not or errors[0].code in FILE_CODES):
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        look = f"`mtp inspect {directory}` shows everything"
+        raise ValueError(f"{where}: {errors[0]}{more}; {look}")
+    if reading.why_not:
+        raise ValueError(f"{where}: {reading.why_not}")
+    for choice in reading.open_choices:
+        raise ValueError(
+            f"{where}: its files do not say {choice.question}; say {choice.option}"
+        )
+    files, reader = inspection.files, READERS[format.key]
+    given = Given(target, choices)
+    assert reading.spec is not None, "a reading without a spec says why"
+    _check_copies(directory, reading, files, target_dir, choices)
+    tensors = reader.native_tensors(reading.spec, files, given)
+    spec = _for_target(reading.spec, target, choices)
+    fingerprint = fingerprint_target(target_dir, cache_dir=cache_dir)
+    return ImportedHead(replace(spec, target_fingerprint=fingerprint), tensors, inspection)
+
+
+def native_directory(
+    directory: Path,
+    choices: ForeignConfig,
+    *,
+    target_dir: Path,
+    cache_dir: Path,
+    into: Path,
+) -> Path:
+    """``directory`` itself where it is native or an export of ours, else the native head below
+    ``into`` that was made of it, now or before. Raises ``ValueError`` as :func:`read_foreign` does.
+    """
+    if not is_foreign(directory):
+        return directory
+    files = open_files(directory)
+    made_of: dict[str, Any] = {
+        "files": files.sha256(),
+        "choices": json.loads(json.dumps(asdict(choices))),
+        "target": fingerprint_target(target_dir, cache_dir=cache_dir),
+    }
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    place = into / digest[:16]
+    record = place / RECORD_NAME
+    if record.is_file() and read_json(record)["made_of"] == made_of:
+        logger.info("%s: read before, as %s", directory, place)
+        return place
+    head = read_foreign(directory, choices, target_dir=target_dir, cache_dir=cache_dir)
+    save_head(place, head.spec, head.tensors)
+    assert head.inspection.format is not None, "it was read"
+    write_json_atomic(
+        record,
+        {
+            "directory": str(directory.absolute()),
+            "format": head.inspection.format.key,
+            "made_of": made_of,
+            "notes": [str(f) for f in head.inspection.findings if f.severity != "error"],
+        },
+    )
+    for finding in head.inspection.findings:
+        if finding.severity != "note":
+            logger.warning("%s: %s", directory, finding)
+    logger.warning(
+        "%s (%s) says nothing of its target's weights: taken as a head of this one, in %s",
+        directory,
+        head.inspection.format.title,
+        place,
+    )
+    return place
+
+
+def _check_copies(
+    directory: Path,
+    reading: Reading,
+    files: HeadFiles,
+    target_dir: Path,
+    choices: ForeignConfig,
+) -> None:
+    for copy, is_same in read_copies(reading, files, target_dir):
+        if is_same:
+            continue
+        if choices.vocabulary == "target":
+            logger.warning(
+                "%s: %s is left out for the target's, as foreign.vocabulary=target says",
+                directory,
+                copy.name,
+            )
+            continue
+        raise ValueError(
+            f"head={directory}: tensor {copy.name} differs from the target's {copy.target_name}, "
+            "heads here have no such tensor of their own. foreign.vocabulary=target leaves it out "
+            "for the target's; measure what that costs"
+        )
+
+
+def _for_target(spec: HeadSpec, target: TargetShape, choices: ForeignConfig) -> HeadSpec:
+    rope = target.sizes.rope
+    if choices.rope == "target":
+        if rope is None:
+            raise ValueError(f"foreign.rope=target: {target.sizes.rope_note}")
+        return replace(
+            spec,
+            rope=rope,
+            max_position_embeddings=target.sizes.max_position_embeddings,
+        )
+    return spec

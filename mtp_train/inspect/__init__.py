@@ -1,0 +1,1 @@
+"""`mtp inspect`: a linter for directories of draft heads."""
