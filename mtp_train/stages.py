@@ -125,8 +125,16 @@ def run_train(config: Config) -> int:
     waits = config.trainer.validate_every > 0 and config.validate.placement == "subprocess"
     timeout_s = _LEADER_TIMEOUT_S if waits else _COLLECTIVE_TIMEOUT_S
     with open_stage(config, "train", timeout_s=timeout_s) as scope:
-        run(config, group=scope.group)
+        run(_with_native_heads(config, scope), group=scope.group)
     return 0
+
+
+def _with_native_heads(config: Config, scope: StageScope) -> Config:
+    """``head.init`` and ``validate.head`` as native heads, whoever wrote them."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.foreign.importing import with_native_heads
+
+    return run_on_leader(scope.group, lambda: with_native_heads(config))
 
 
 def run_validate(config: Config) -> int:
@@ -136,6 +144,7 @@ def run_validate(config: Config) -> int:
     ladder = tuple(name for name in config.validate.rungs if name != "P6")
     with_engine = config.engine.kind != "none"
     with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        config = _with_native_heads(config, scope)
         if with_engine:
             _require_export(config, scope)
         passed = True
@@ -227,6 +236,7 @@ def run_export(config: Config) -> int:
             place = run_on_leader(scope.group, lambda: stage.check(config))
             scope.console.print(f"export: {place} is complete, unchanged and of this target")
             return 0
+        config = _with_native_heads(config, scope)
         outcome = run_on_leader(scope.group, lambda: stage.run(config, group=scope.group))
         if outcome.report is None:
             scope.console.print(f"export: {outcome.path} is of this head; nothing to do")

@@ -19,7 +19,13 @@ from mtp_train.distributed import ProcessGroup, run_on_leader
 from mtp_train.draft_loss import DraftTarget
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.target import cache_directory, target_directory, target_dtype
-from mtp_train.heads.init import OwnHead, initialise, make_head_spec, read_initial_head
+from mtp_train.heads.init import (
+    OwnHead,
+    initialise,
+    make_head_spec,
+    read_draft_list,
+    read_initial_head,
+)
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.metrics import Best, TrainReport, Validator
 from mtp_train.normalisers import NormaliserKey, load_normalisers, save_normalisers
@@ -131,16 +137,19 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
                 sum(shared.values()),
             )
     draft_ids, draft_vocab = None, None
+    method = config.head.init
+    if method not in BUILT_IN_INITS:
+        draft_ids = read_draft_list(Path(method), size=config.head.draft_vocab_size)
     if config.head.draft_vocab_size:
         draft_ids, draft_vocab = choose_draft_vocab(
             _trained_rows(token_set, samples),
             size=config.head.draft_vocab_size,
             vocab_size=target_config.vocab_size,
+            kept_W=draft_ids,
         )
     spec = make_head_spec(
         config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab
     )
-    method = config.head.init
     start: dict[str, Any] = {"head": head_settings(config.head, layer_ids)}
     if method in BUILT_IN_INITS:
         own_head = None
@@ -188,10 +197,15 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
 
 
 def choose_draft_vocab(
-    rows: Iterable[tuple[np.ndarray, np.ndarray]], *, size: int, vocab_size: int
+    rows: Iterable[tuple[np.ndarray, np.ndarray]],
+    *,
+    size: int,
+    vocab_size: int,
+    kept_W: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, DraftVocab]:
-    """The ids that a head with an ``lm_head`` of its own is trained over: the ``size`` most
-    frequent under the loss mask (int64, ascending). ``rows`` as in :func:`frequent_answer_ids`.
+    """The ids that a head with an ``lm_head`` of its own is trained over: ``kept_W``, the list of a
+    head that training goes on from, or the ``size`` most frequent under the loss mask (int64,
+    ascending). ``rows`` as in :func:`frequent_answer_ids`.
 
     Raises ``ValueError`` when ``size`` is not below ``vocab_size``.
     """
@@ -200,7 +214,14 @@ def choose_draft_vocab(
             f"head.draft_vocab_size={size}: must be below the target's vocabulary of {vocab_size} "
             "(0 drafts from all of it)"
         )
-    ids_W, coverage = _most_frequent(rows, size, vocab_size, what="drafts from")
+    if kept_W is not None:
+        ids_W, coverage = (
+            kept_W,
+            covered_share(count_answer_tokens(rows, vocab_size=vocab_size), kept_W),
+        )
+        logger.info("keeps the list of %d tokens: %.2f %% of answer tokens", size, 100 * coverage)
+    else:
+        ids_W, coverage = _most_frequent(rows, size, vocab_size, what="drafts from")
     return ids_W, DraftVocab(size=size, coverage=coverage, ids_sha256=hash_vocab_ids(ids_W))
 
 

@@ -36,7 +36,10 @@ def check_against(reading: Reading, target: TargetShape) -> list[Finding]:
     if ids and max(ids) > target.num_layers:
         findings.append(
             _differs(
-                "layer ids", max(ids), f"at most {target.num_layers}", "the target has no such layer"
+                "layer ids",
+                max(ids),
+                f"at most {target.num_layers}",
+                "the target has no such layer",
             )
         )
     if sizes is None:
@@ -115,9 +118,7 @@ def check_fingerprint(recorded: str, directory: Path, *, cache_dir: Path) -> lis
     ]
 
 
-def read_copies(
-    reading: Reading, files: HeadFiles, directory: Path
-) -> Iterator[tuple[Copy, bool]]:
+def read_copies(reading: Reading, files: HeadFiles, directory: Path) -> Iterator[tuple[Copy, bool]]:
     """Each tensor that ought to be the target's, and whether it is.
 
     The target's is cast to the directory's dtype first: a copy in another dtype is one. Reads

@@ -38,9 +38,7 @@ def compare(contract: Contract, files: HeadFiles) -> Differences:
     there = files.headers
     return Differences(
         missing=tuple(name for name in contract.required if name not in there),
-        unexpected=tuple(
-            sorted(n for n in there if n not in known and n not in contract.ignored)
-        ),
+        unexpected=tuple(sorted(n for n in there if n not in known and n not in contract.ignored)),
         misshapen=tuple(
             name for name, shape in known.items() if name in there and there[name].shape != shape
         ),

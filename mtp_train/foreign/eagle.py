@@ -26,12 +26,13 @@ from mtp_train.foreign.reading import (
     Reading,
     common_facts,
     describe_attention_bias,
+    join_reasons,
     layer_block,
     renamed,
 )
 from mtp_train.foreign.sizes import Sizes, read_sizes
 from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, layer_prefix
-from runtime.layer_parts import LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
 
 LM_HEAD_NAME = "lm_head.weight"
 _INPUT_NORM = "layers.0.input_layernorm.weight"
@@ -66,19 +67,18 @@ class EagleReader(FormatReader):
             EMBEDDING_NAME: required.pop(EMBEDDING_NAME, (sizes.vocab_size, sizes.hidden_size)),
             LM_HEAD_NAME: (sizes.vocab_size, sizes.hidden_size),
         }
-        reasons = [
-            f"it has {count} decoder layers, EAGLE-1 as published one" if count != 1 else "",
-            f"it has biases ({parts}), heads of EAGLE-1 here have none" if any(parts_of(parts)) else "",
-            "it has norms of HASS around fc and lm_head" if set(_EXTRA_NORMS) & there else "",
-            f"RoPE: {sizes.rope_note}" if sizes.rope is None else "",
-        ]
-        why_not = "; ".join(reason for reason in reasons if reason)
+        why_not = join_reasons(
+            (count != 1, f"it has {count} decoder layers, EAGLE-1 as published one"),
+            (parts != PLAIN_LAYER, f"it has biases ({parts}), heads of EAGLE-1 here have none"),
+            (bool(set(_EXTRA_NORMS) & there), "it has norms of HASS around fc and lm_head"),
+            (sizes.rope is None, f"RoPE: {sizes.rope_note}"),
+        )
         back = {ours: theirs for theirs, ours in names.items()}
         findings += _surprises(files, there)
         return Reading(
             contract=Contract(
                 renamed(back, required),
-                renamed(back, optional) | {n: (sizes.hidden_size,) for n in _EXTRA_NORMS},
+                renamed(back, optional) | dict.fromkeys(_EXTRA_NORMS, (sizes.hidden_size,)),
             ),
             spec=None if why_not else spec,
             why_not=why_not,
@@ -154,10 +154,6 @@ def _parts(there: set[str]) -> LayerParts:
         out_bias="layers.0.self_attn.o_proj.bias" in there,
         mlp_bias="layers.0.mlp.gate_proj.bias" in there,
     )
-
-
-def parts_of(parts: LayerParts) -> tuple[bool, ...]:
-    return tuple(vars(parts).values())
 
 
 def _biases(sizes: Sizes, parts: LayerParts) -> dict[str, Shape]:

@@ -8,8 +8,7 @@ layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,11 +32,12 @@ from mtp_train.foreign.reading import (
     Reading,
     common_facts,
     describe_attention_bias,
+    join_reasons,
     layer_block,
     renamed,
 )
 from mtp_train.foreign.sizes import Sizes, read_sizes
-from mtp_train.foreign.vocabulary import DraftIds, check_head_rows, read_draft_ids
+from mtp_train.foreign.vocabulary import Vocabulary, read_draft_ids, read_vocabulary
 from runtime.head_spec import (
     DRAFT_VOCAB_NAME,
     EAGLE3_FIELDS,
@@ -46,20 +46,12 @@ from runtime.head_spec import (
     hash_vocab_ids,
     layer_prefix,
 )
-from runtime.layer_parts import LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
 
 _LAYER = "layers.0."
 _ALIAS = "midlayer."
 _MASK_HIDDEN = "mask_hidden"
 _OLD_FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    size: int
-    draft: DraftIds | None  # None: drafts from all tokens
-    findings: tuple[Finding, ...] = ()
-    open_choices: tuple[OpenChoice, ...] = ()
 
 
 class Eagle3Reader(FormatReader):
@@ -78,16 +70,16 @@ class Eagle3Reader(FormatReader):
             why = "its layer has latent attention, heads of EAGLE-3 here have not"
             return Reading(findings=tuple(findings), why_not=why, sizes=sizes)
         sources = read_layer_sources(config, block, given, is_speculators=is_speculators)
-        vocabulary = _read_vocabulary(files, sizes, given)
+        vocabulary = read_vocabulary(files, sizes, given)
         normed, choice = _norm_before_residual(files, given, is_speculators=is_speculators)
         findings += [*sources.findings, *vocabulary.findings, *_norm_flags(files)]
         findings += choice[0]
-        width = _target_width(files, sizes, sources.count, findings)
+        width = _target_width(files, sizes, sources.count, given, findings)
         spec = _spec(files, sizes, sources, vocabulary, normed)
         parts = _parts(there, block)
         required, optional = _contract(spec, sizes, files, there, parts, width)
         back = {ours: theirs for theirs, ours in names.items()}
-        why_not = _why_not(spec, sizes, there, parts, width, sources)
+        why_not = _why_not(sizes, there, parts, width)
         is_whole = vocabulary.draft is None
         ignored = {OFFSETS_NAME, MASK_NAME} if is_whole else set()
         return Reading(
@@ -141,60 +133,6 @@ def _theirs(
         if uses_alias and name.startswith(_LAYER)
     }
     return renamed({**aliased, **back}, shapes)
-
-
-def _read_vocabulary(files: HeadFiles, sizes: Sizes, given: Given) -> _Vocabulary:
-    findings: list[Finding] = []
-    stated = files.config.get("draft_vocab_size")
-    head = files.headers.get("lm_head.weight")
-    if type(stated) is int and stated > 0:
-        size = stated
-    else:
-        size = head.shape[0] if head is not None and len(head.shape) == 2 else sizes.vocab_size
-        findings.append(
-            Finding(
-                "warning",
-                "draft-vocab-size",
-                "draft_vocab_size",
-                "missing" if stated is None else repr(stated),
-                f"{size}, the rows of lm_head",
-                f"vLLM takes the vocabulary's {sizes.vocab_size}, SGLang fails; write it",
-            )
-        )
-    has_list = OFFSETS_NAME in files.headers
-    if size >= sizes.vocab_size:
-        if has_list or MASK_NAME in files.headers:
-            findings.append(
-                Finding(
-                    "warning",
-                    "d2t-whole-vocabulary",
-                    OFFSETS_NAME,
-                    "there, with a draft vocabulary of all tokens",
-                    f"no {OFFSETS_NAME}, no {MASK_NAME}",
-                    "leave both out: vLLM refuses the directory, SGLang no longer shares lm_head",
-                )
-            )
-        if has_list and bool(files.read(OFFSETS_NAME).any()):
-            findings.append(
-                Finding(
-                    "error",
-                    "d2t-permutes",
-                    OFFSETS_NAME,
-                    "not all 0, with a draft vocabulary of all tokens",
-                    "0 everywhere, or no such tensor",
-                    "leave it out and sort the rows of lm_head by token",
-                )
-            )
-        return _Vocabulary(size, None, tuple(findings))
-    if not has_list:
-        return _Vocabulary(size, DraftIds("unknown", None), tuple(findings))
-    draft = read_draft_ids(
-        files, vocab_size=sizes.vocab_size, choice=given.choices.draft_ids
-    )
-    findings += draft.findings
-    if draft.convention == "offset":
-        findings += check_head_rows(files)
-    return _Vocabulary(size, draft, tuple(findings), draft.open_choices)
 
 
 def _norm_before_residual(
@@ -266,34 +204,36 @@ def _norm_flags(files: HeadFiles) -> list[Finding]:
 
 
 def _target_width(
-    files: HeadFiles, sizes: Sizes, count: int, findings: list[Finding]
+    files: HeadFiles, sizes: Sizes, count: int, given: Given, findings: list[Finding]
 ) -> int:
     stated = files.config.get("target_hidden_size")
     if type(stated) is int and stated > 0:
         return stated
     header = files.headers.get("fc.weight")
-    if header is not None and len(header.shape) == 2 and header.shape[1] != count * sizes.hidden_size:
-        width, rest = divmod(header.shape[1], count)
-        if not rest:
-            findings.append(
-                Finding(
-                    "error",
-                    "target-hidden-size",
-                    "target_hidden_size",
-                    "missing",
-                    f"{width}, as fc.weight has {header.shape[1]} columns for {count} states",
-                    "write it, if the target is wider than the head; engines take hidden_size",
-                )
-            )
-            return width
-    return sizes.hidden_size
+    if header is None or len(header.shape) != 2 or header.shape[1] % count:
+        return sizes.hidden_size
+    width = header.shape[1] // count
+    is_the_targets = given.target is None or given.target.sizes.hidden_size == width
+    if width == sizes.hidden_size or not is_the_targets:
+        return sizes.hidden_size
+    findings.append(
+        Finding(
+            "error",
+            "target-hidden-size",
+            "target_hidden_size",
+            "missing",
+            f"{width}, as fc.weight has {header.shape[1]} columns for {count} states",
+            "write it, if the target is wider than the head; engines take hidden_size",
+        )
+    )
+    return width
 
 
 def _spec(
     files: HeadFiles,
     sizes: Sizes,
     sources: LayerSources,
-    vocabulary: _Vocabulary,
+    vocabulary: Vocabulary,
     normed: bool,
 ) -> HeadSpec:
     config = files.config
@@ -302,7 +242,7 @@ def _spec(
     if vocabulary.draft is not None:
         digest = "" if ids_W is None else hash_vocab_ids(ids_W)
         draft_vocab = DraftVocab(vocabulary.size, coverage=0.0, ids_sha256=digest)
-    fusion = "none"
+    fusion: Literal["none", "each", "joined"] = "none"
     if config.get("fc_norm") is True:
         fusion = "each"
     elif config.get("norm_before_fc") is True:
@@ -382,32 +322,25 @@ def _num_layers(files: HeadFiles) -> int:
     return count if type(count) is int and count > 0 else 1
 
 
-def _why_not(
-    spec: HeadSpec,
-    sizes: Sizes,
-    there: set[str],
-    parts: LayerParts,
-    width: int,
-    sources: LayerSources,
-) -> str:
+def _why_not(sizes: Sizes, there: set[str], parts: LayerParts, width: int) -> str:
     layers = {name.split(".")[1] for name in there if name.startswith("layers.")}
-    reasons = [
-        f"it is {sizes.hidden_size} wide and reads states of {width}: heads here are as wide as "
-        "their target"
-        if width != sizes.hidden_size
-        else "",
-        f"its layer has {parts}, heads of EAGLE-3 here have none" if parts != LayerParts() else "",
-        f"it has {len(layers)} layers, heads of EAGLE-3 here have one" if len(layers) > 1 else "",
-        f"RoPE: {sizes.rope_note}" if sizes.rope is None else "",
-    ]
-    return "; ".join(reason for reason in reasons if reason)
+    return join_reasons(
+        (
+            width != sizes.hidden_size,
+            f"it is {sizes.hidden_size} wide and reads states of {width}: heads here are as wide "
+            "as their target",
+        ),
+        (parts != PLAIN_LAYER, f"its layer has {parts}, heads of EAGLE-3 here have none"),
+        (len(layers) > 1, f"it has {len(layers)} layers, heads of EAGLE-3 here have one"),
+        (sizes.rope is None, f"RoPE: {sizes.rope_note}"),
+    )
 
 
 def _facts(
     files: HeadFiles,
     sizes: Sizes,
     sources: LayerSources,
-    vocabulary: _Vocabulary,
+    vocabulary: Vocabulary,
     spec: HeadSpec,
     width: int,
     there: set[str],

@@ -161,7 +161,7 @@ def _by_format(
 
 def _vllm_path(format: Format, files: HeadFiles, notes: list[str]) -> None:
     path = str(files.directory.absolute()).lower()
-    reserved = METHODS_IN_PATHS
+    reserved: tuple[str, ...] = METHODS_IN_PATHS
     for layout in LAYOUTS.values():
         if layout.name == format.key:
             reserved = layout.reserved_in_paths

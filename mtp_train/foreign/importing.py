@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 
-from mtp_train.config import ForeignConfig
+from mtp_train.config import BUILT_IN_INITS, Config, ForeignConfig
+from mtp_train.export.reader import is_export, read_export
+from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.foreign.against_target import read_copies
 from mtp_train.foreign.files import HeadFiles, open_files
 from mtp_train.foreign.inspection import FILE_CODES, Inspection, blocking, inspect_head
 from mtp_train.foreign.readers import READERS
 from mtp_train.foreign.reading import Given, Reading
+from mtp_train.foreign.recognise import is_native_config
 from mtp_train.foreign.sizes import TargetShape, read_target
-from mtp_train.run_dir import read_json, write_json_atomic
+from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
 from runtime.head_spec import CONFIG_NAME, HeadSpec, save_head
 from runtime.models.loader import fingerprint_target
 
@@ -44,13 +47,10 @@ class ImportedHead:
     inspection: Inspection
 
 
-def is_foreign(directory: Path) -> bool:
-    """Whether a head directory is neither native nor an export of ours."""
-    if not (directory / CONFIG_NAME).is_file():
-        return False
-    config = read_json(directory / CONFIG_NAME)
-    is_native = "kind" in config and "version" in config
-    return not is_native and not (directory / "export.json").is_file()
+def is_native(directory: Path) -> bool:
+    """Also of a directory without ``config.json``: whoever loads it says what is missing."""
+    file = directory / CONFIG_NAME
+    return not file.is_file() or is_native_config(read_json(file))
 
 
 def read_foreign(
@@ -77,9 +77,7 @@ def read_foreign(
     if reading.why_not:
         raise ValueError(f"{where}: {reading.why_not}")
     for choice in reading.open_choices:
-        raise ValueError(
-            f"{where}: its files do not say {choice.question}; say {choice.option}"
-        )
+        raise ValueError(f"{where}: its files do not say {choice.question}; say {choice.option}")
     files, reader = inspection.files, READERS[format.key]
     given = Given(target, choices)
     assert reading.spec is not None, "a reading without a spec says why"
@@ -101,7 +99,7 @@ def native_directory(
     """``directory`` itself where it is native or an export of ours, else the native head below
     ``into`` that was made of it, now or before. Raises ``ValueError`` as :func:`read_foreign` does.
     """
-    if not is_foreign(directory):
+    if is_native(directory):
         return directory
     files = open_files(directory)
     made_of: dict[str, Any] = {
@@ -114,6 +112,11 @@ def native_directory(
     record = place / RECORD_NAME
     if record.is_file() and read_json(record)["made_of"] == made_of:
         logger.info("%s: read before, as %s", directory, place)
+        return place
+    if is_export(directory):
+        spec, tensors = read_export(directory)
+        save_head(place, spec, tensors)
+        write_json_atomic(record, {"directory": str(directory.absolute()), "made_of": made_of})
         return place
     head = read_foreign(directory, choices, target_dir=target_dir, cache_dir=cache_dir)
     save_head(place, head.spec, head.tensors)
@@ -137,6 +140,37 @@ def native_directory(
         place,
     )
     return place
+
+
+def with_native_heads(config: Config) -> Config:
+    """``config`` with native heads in the place of those that ``head.init`` and ``validate.head``
+    name, made below the run's directory where that is needed. Raises ``ValueError`` as
+    :func:`read_foreign` does. For one rank.
+    """
+    named = {
+        "head.init": "" if config.head.init in BUILT_IN_INITS else config.head.init,
+        "validate.head": config.validate.head,
+    }
+    native: dict[str, str] = {}
+    for key, place in named.items():
+        # the ladder measures an export of ours as it is; training goes on from native heads
+        is_read_as_it_is = key == "validate.head" and is_export(Path(place))
+        if not place or is_read_as_it_is:
+            continue
+        native[key] = str(
+            native_directory(
+                Path(place),
+                config.foreign,
+                target_dir=target_directory(config.target),
+                cache_dir=cache_directory(config.target),
+                into=RunDirectory.from_config(config).root / "imported",
+            )
+        )
+    return replace(
+        config,
+        head=replace(config.head, init=native.get("head.init", config.head.init)),
+        validate=replace(config.validate, head=native.get("validate.head", config.validate.head)),
+    )
 
 
 def _check_copies(

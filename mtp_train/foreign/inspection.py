@@ -101,9 +101,7 @@ _OF_ENGINES_ONLY = frozenset(
 
 def blocking(findings: tuple[Finding, ...]) -> list[Finding]:
     """Errors that keep a head from being read here."""
-    return [
-        f for f in findings if f.severity == "error" and f.code not in _OF_ENGINES_ONLY
-    ]
+    return [f for f in findings if f.severity == "error" and f.code not in _OF_ENGINES_ONLY]
 
 
 def inspect_head(

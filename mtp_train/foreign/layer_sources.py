@@ -61,9 +61,9 @@ def read_layer_sources(
     defaults = None if given.target is None else default_layer_ids(given.target.num_layers)
     if top is None and nested is None:
         return _unnamed(count, defaults, findings)
-    if is_speculators:
-        ids, more = top or (), ()
-    else:
+    ids: tuple[int, ...] = top or ()
+    more: tuple[OpenChoice, ...] = ()
+    if not is_speculators:
         ids, more = _named(top, nested, defaults, given, findings)
     if list(ids) != sorted(set(ids)):
         findings.append(
@@ -80,9 +80,7 @@ def read_layer_sources(
     return LayerSources(ids, count, tuple(findings), more)
 
 
-def _unnamed(
-    count: int, defaults: tuple[int, ...] | None, findings: list[Finding]
-) -> LayerSources:
+def _unnamed(count: int, defaults: tuple[int, ...] | None, findings: list[Finding]) -> LayerSources:
     if count != _DEFAULT_COUNT:
         findings.append(
             Finding(

@@ -14,7 +14,7 @@ from mtp_train.export.layouts.base import TARGET_LM_HEAD
 from mtp_train.foreign.contract import Contract, Shape
 from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding
-from mtp_train.foreign.reading import Copy, FormatReader, Given, Reading
+from mtp_train.foreign.reading import Copy, FormatReader, Given, Reading, join_reasons
 from mtp_train.foreign.sizes import describe_quantisation
 from runtime.head_spec import MEDUSA_FIELDS, HeadSpec, RopeSpec
 
@@ -53,7 +53,7 @@ class MedusaReader(FormatReader):
             blocks.get(name, _expected_name(name, blocks)): shape
             for name, shape in _shapes(spec, depth).items()
         }
-        why_not = "; ".join(reason for reason in _reasons(files, depth, given) if reason)
+        why_not = _why_not(files, depth, given)
         return Reading(
             contract=Contract(
                 required,
@@ -115,9 +115,7 @@ def _vocab_size(files: HeadFiles, heads: tuple[str, ...], given: Given) -> int:
     return given.target.sizes.vocab_size if given.target else 0
 
 
-def _spec(
-    width: int, vocab: int, count: int, blocks: dict[str, str], given: Given
-) -> HeadSpec:
+def _spec(width: int, vocab: int, count: int, blocks: dict[str, str], given: Given) -> HeadSpec:
     fields = dict(_NO_LAYER) | {"target_fingerprint": ""}
     if given.target is not None:
         fields = given.target.sizes.spec_fields()
@@ -140,14 +138,14 @@ def _shapes(spec: HeadSpec, depth: int) -> dict[str, Shape]:
     }
 
 
-def _reasons(files: HeadFiles, depth: int, given: Given) -> list[str]:
-    has_map = _TOKEN_MAP in files.headers or files.config.get("truncated_vocab_size")
+def _why_not(files: HeadFiles, depth: int, given: Given) -> str:
+    has_map = _TOKEN_MAP in files.headers or bool(files.config.get("truncated_vocab_size"))
     rope = given.target.sizes.rope_note if given.target and not given.target.sizes.rope else ""
-    return [
-        f"its blocks have {depth} layers, those of heads here one" if depth != 1 else "",
-        "it drafts from a list of tokens (token_map)" if has_map else "",
-        f"RoPE of the target: {rope}" if rope else "",
-    ]
+    return join_reasons(
+        (depth != 1, f"its blocks have {depth} layers, those of heads here one"),
+        (has_map, "it drafts from a list of tokens (token_map)"),
+        (bool(rope), f"RoPE of the target: {rope}"),
+    )
 
 
 def _stated(files: HeadFiles, count: int) -> list[Finding]:

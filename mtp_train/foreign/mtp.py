@@ -1,4 +1,4 @@
-"""MTP heads with a dense layer: MiMo layout, speculators, and DeepSeek's names around a plain layer.
+"""MTP heads with a dense layer: MiMo layout, speculators, DeepSeek's names around a plain layer.
 
 One arithmetic, three sets of names, and two orders in front of the projection: the hidden state
 comes first in MiMo's, the embedding in the others. The contract is that of
@@ -30,6 +30,7 @@ from mtp_train.foreign.reading import (
     Given,
     Reading,
     common_facts,
+    join_reasons,
     layer_block,
 )
 from mtp_train.foreign.recognise import in_target
@@ -96,10 +97,10 @@ class MtpReader(FormatReader):
             required = _sparse_shapes(files, sizes, names)
         else:
             required = self._dense_shapes(spec, files, names)
-        optional = {copy.name: (sizes.vocab_size, sizes.hidden_size) for copy in names.copies}
-        optional |= {
-            name: files.headers[name].shape for name in own if name.endswith(_SCALES)
+        optional: dict[str, Shape] = {
+            copy.name: (sizes.vocab_size, sizes.hidden_size) for copy in names.copies
         }
+        optional |= {name: files.headers[name].shape for name in own if name.endswith(_SCALES)}
         why_not = _why_not(files, sizes, sparse, modules)
         there = tuple(copy for copy in names.copies if copy.name in files.headers)
         return Reading(
@@ -109,7 +110,10 @@ class MtpReader(FormatReader):
             facts=(
                 ("reads", "g of the target, behind its final norm, and the next token's embedding"),
                 ("projection", f"{order.replace('_', ' first, then ')}"),
-                ("position 0", "its embedding is zeroed" if spec.first_embedding_mask else "as any"),
+                (
+                    "position 0",
+                    "its embedding is zeroed" if spec.first_embedding_mask else "as any",
+                ),
                 ("layer", sparse or str(parts)),
                 ("modules", str(modules)),
                 *common_facts(files, sizes),
@@ -148,9 +152,7 @@ class MtpReader(FormatReader):
             return _Names("mtp_layers.0.", {}, "embedding_hidden", False, copies)
         return _Names(PREFIX, {}, "hidden_embedding", True, _top_copies(files))
 
-    def _dense_shapes(
-        self, spec: HeadSpec, files: HeadFiles, names: _Names
-    ) -> dict[str, Shape]:
+    def _dense_shapes(self, spec: HeadSpec, files: HeadFiles, names: _Names) -> dict[str, Shape]:
         layout = LAYOUTS["mimo"]
         shapes = layout.tensor_shapes(spec)
         for name in layout.copies:
@@ -275,10 +277,9 @@ def _sparse_shapes(files: HeadFiles, sizes: Sizes, names: _Names) -> dict[str, S
 
 def _why_not(files: HeadFiles, sizes: Sizes, sparse: str, modules: int) -> str:
     quantised = [name for name in files.headers if name.endswith(_SCALES)]
-    reasons = [
-        f"its layer has {sparse}, heads here have plain attention and a dense MLP" if sparse else "",
-        f"it has {modules} modules, one per step; heads here have one" if modules > 1 else "",
-        f"its weights are quantised ({quantised[0]})" if quantised and not sparse else "",
-        f"RoPE: {sizes.rope_note}" if sizes.rope is None else "",
-    ]
-    return "; ".join(reason for reason in reasons if reason)
+    return join_reasons(
+        (bool(sparse), f"its layer has {sparse}, those of heads here have neither"),
+        (modules > 1, f"it has {modules} modules, one per step; heads here have one"),
+        (bool(quantised), f"its weights are quantised ({', '.join(quantised[:1])})"),
+        (sizes.rope is None, f"RoPE: {sizes.rope_note}"),
+    )

@@ -102,3 +102,8 @@ def describe_attention_bias(names: Mapping[str, object], prefix: str) -> bool:
 def renamed(names: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """``tensors`` under the names that ``names`` gives them; others keep theirs."""
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def join_reasons(*reasons: tuple[bool, str]) -> str:
+    """Those that hold, in a line; empty where none does."""
+    return "; ".join(text for holds, text in reasons if holds)

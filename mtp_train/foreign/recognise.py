@@ -56,21 +56,24 @@ def in_target(files: HeadFiles) -> bool:
     return any(TARGET_LAYER.fullmatch(name) for name in files.headers)
 
 
+def is_native_config(config: Mapping[str, Any]) -> bool:
+    """Whether ``config.json`` is one that ``mtp train`` writes."""
+    return "target_fingerprint" in config and "kind" in config
+
+
 def _native(files: HeadFiles) -> Recognised | None:
-    if "target_fingerprint" in files.config and "kind" in files.config:
+    if is_native_config(files.config):
         return Recognised("native", "config.json: kind, target_fingerprint", "mtp train")
     return None
 
 
 def _speculators(files: HeadFiles) -> Recognised | None:
     stated = files.config.get("speculators_model_type")
-    if stated not in _SPECULATORS:
+    if not isinstance(stated, str) or stated not in _SPECULATORS:
         return None
     version = files.config.get("speculators_version")
     writer = f"speculators {version}" if version else "speculators"
-    return Recognised(
-        _SPECULATORS[stated], f"config.json: speculators_model_type={stated}", writer
-    )
+    return Recognised(_SPECULATORS[stated], f"config.json: speculators_model_type={stated}", writer)
 
 
 def _block_drafters(files: HeadFiles) -> Recognised | None:

@@ -16,6 +16,8 @@ import torch
 from mtp_train.export.layouts.eagle3 import MASK_NAME, OFFSETS_NAME, to_ids, to_mask
 from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding, OpenChoice
+from mtp_train.foreign.reading import Given
+from mtp_train.foreign.sizes import Sizes
 
 LM_HEAD_NAME = "lm_head.weight"
 Convention = Literal["offset", "absolute", "unknown"]
@@ -30,6 +32,69 @@ class DraftIds:
     ids_W: torch.Tensor | None
     findings: tuple[Finding, ...] = ()
     open_choices: tuple[OpenChoice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """``size``: how many tokens the head drafts from, as stated or as ``lm_head`` has rows."""
+
+    size: int
+    draft: DraftIds | None  # None: drafts from all tokens
+    findings: tuple[Finding, ...] = ()
+    open_choices: tuple[OpenChoice, ...] = ()
+
+
+def read_vocabulary(files: HeadFiles, sizes: Sizes, given: Given) -> Vocabulary:
+    """Of an EAGLE-3 head, with what engines would stumble over."""
+    findings: list[Finding] = []
+    stated = files.config.get("draft_vocab_size")
+    head = files.headers.get("lm_head.weight")
+    if type(stated) is int and stated > 0:
+        size = stated
+    else:
+        size = head.shape[0] if head is not None and len(head.shape) == 2 else sizes.vocab_size
+        findings.append(
+            Finding(
+                "warning",
+                "draft-vocab-size",
+                "draft_vocab_size",
+                "missing" if stated is None else repr(stated),
+                f"{size}, the rows of lm_head",
+                f"vLLM takes the vocabulary's {sizes.vocab_size}, SGLang fails; write it",
+            )
+        )
+    has_list = OFFSETS_NAME in files.headers
+    if size >= sizes.vocab_size:
+        if has_list or MASK_NAME in files.headers:
+            findings.append(
+                Finding(
+                    "warning",
+                    "d2t-whole-vocabulary",
+                    OFFSETS_NAME,
+                    "there, with a draft vocabulary of all tokens",
+                    f"no {OFFSETS_NAME}, no {MASK_NAME}",
+                    "leave both out: vLLM refuses the directory, SGLang no longer shares lm_head",
+                )
+            )
+        if has_list and bool(files.read(OFFSETS_NAME).any()):
+            findings.append(
+                Finding(
+                    "error",
+                    "d2t-permutes",
+                    OFFSETS_NAME,
+                    "not all 0, with a draft vocabulary of all tokens",
+                    "0 everywhere, or no such tensor",
+                    "leave it out and sort the rows of lm_head by token",
+                )
+            )
+        return Vocabulary(size, None, tuple(findings))
+    if not has_list:
+        return Vocabulary(size, DraftIds("unknown", None), tuple(findings))
+    draft = read_draft_ids(files, vocab_size=sizes.vocab_size, choice=given.choices.draft_ids)
+    findings += draft.findings
+    if draft.convention == "offset":
+        findings += check_head_rows(files)
+    return Vocabulary(size, draft, tuple(findings), draft.open_choices)
 
 
 def read_draft_ids(

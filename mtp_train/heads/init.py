@@ -171,9 +171,24 @@ def initialise(
     return tensors
 
 
+def read_draft_list(path: Path, *, size: int) -> torch.Tensor | None:
+    """The ids (int64, ascending) that the native head in ``path`` drafts from, which training goes
+    on with; ``None``: all. Raises ``ValueError`` unless they are ``head.draft_vocab_size=size``.
+    """
+    found, tensors = load_head(path)
+    own = found.draft_vocab.size if found.draft_vocab else 0
+    if own != size:
+        raise ValueError(
+            f"head.draft_vocab_size={size}: the head in head.init={path} drafts from "
+            f"{own or 'all'} tokens; set head.draft_vocab_size={own}, and its list is kept"
+        )
+    return tensors.get(DRAFT_VOCAB_NAME)
+
+
 def read_initial_head(path: Path, spec: HeadSpec) -> dict[str, torch.Tensor]:
     """fp32 tensors of the native head in ``path``. Raises ``ValueError`` naming what differs from
-    ``spec``; a head of another target is taken with a warning.
+    ``spec``, but for the longest position and what its list covers; a head of another target is
+    taken with a warning.
     """
     found, tensors = load_head(path)
     if found.target_fingerprint != spec.target_fingerprint:
@@ -183,7 +198,14 @@ def read_initial_head(path: Path, spec: HeadSpec) -> dict[str, torch.Tensor]:
             path,
             found.target_fingerprint[:12],
         )
-    found = replace(found, target_fingerprint=spec.target_fingerprint)
+    found = replace(
+        found,
+        target_fingerprint=spec.target_fingerprint,
+        max_position_embeddings=spec.max_position_embeddings,
+    )
+    if found.draft_vocab is not None and spec.draft_vocab is not None:
+        covering = replace(found.draft_vocab, coverage=spec.draft_vocab.coverage)
+        found = replace(found, draft_vocab=covering)
     there, wanted = asdict(found), asdict(spec)
     differing = [
         f"{key}={there[key]!r}, not {wanted[key]!r}" for key in wanted if there[key] != wanted[key]

@@ -37,9 +37,7 @@ def take_head(stage: Callable[..., int], arguments: Sequence[str]) -> tuple[Stag
     rest = [a for a in arguments if a not in heads]
     rest = ["inspect.json=true" if argument == "--json" else argument for argument in rest]
     as_key = "inspect.as="
-    rest = [
-        f"foreign.format={a.removeprefix(as_key)}" if a.startswith(as_key) else a for a in rest
-    ]
+    rest = [f"foreign.format={a.removeprefix(as_key)}" if a.startswith(as_key) else a for a in rest]
     if len(heads) > 1:
         refuse(f"inspect: one head at a time, not {', '.join(heads)}")
     if heads:
@@ -124,9 +122,7 @@ def _headline(inspection: Inspection) -> str:
     found = inspection.recognised
     writer = f", {found.writer}" if found.writer else ""
     place = ", in its target's checkpoint" if found.in_target else ""
-    return (
-        f"{inspection.directory}: {inspection.format.title}{writer}{place} (by {found.evidence})"
-    )
+    return f"{inspection.directory}: {inspection.format.title}{writer}{place} (by {found.evidence})"
 
 
 def _reading_line(inspection: Inspection) -> str:
