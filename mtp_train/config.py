@@ -176,7 +176,9 @@ class ValidateConfig:
     max_tokens: int = 128
     temperature: float = 0.0
     placement: Literal["inline", "subprocess"] = "inline"
-    head: str = ""  # native or exported head directory; empty = runs/<name>/head
+    head: str = ""  # head directory, whoever wrote it; empty = runs/<name>/head
+    old_target: str = ""  # that the head was trained for, where target.path changed since
+    max_loss: float = 0.05  # share of the accepted tokens per step that it may lose by that
     sets: tuple[str, ...] = ("mtbench",)  # final evaluation only
     max_prompts: int = 200  # per set, evenly spaced; 0 = all
     max_further_prompts: int = 0  # of each set after the first; 0 = as max_prompts

@@ -111,6 +111,7 @@ RANGES: tuple[Rule, ...] = (
     (
         (
             "trainer.warmup_share",
+            "validate.max_loss",
             "trainer.decay_share",
             "trainer.min_lr_share",
             "features.max_nonfinite_share",

@@ -219,7 +219,7 @@ def _target_width(
     findings.append(
         Finding(
             "error",
-            "target-hidden-size",
+            "target-width",
             "target_hidden_size",
             "missing",
             f"{width}, as fc.weight has {header.shape[1]} columns for {count} states",

@@ -46,12 +46,15 @@ _STOPS: dict[Engine, frozenset[str]] = {
             "lm-head-shipped",
             "config-key",
             "target-hidden-size",
+            "target-width",
             "layer-count",
             "module-index",
             "module-count",
         }
     ),
-    "SGLang": frozenset({"draft-vocab-size", "config-key", "target-hidden-size", "layer-count"}),
+    "SGLang": frozenset(
+        {"draft-vocab-size", "config-key", "target-hidden-size", "target-width", "layer-count"}
+    ),
 }
 
 

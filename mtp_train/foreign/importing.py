@@ -83,6 +83,10 @@ def read_foreign(
     assert reading.spec is not None, "a reading without a spec says why"
     _check_copies(directory, reading, files, target_dir, choices)
     tensors = reader.native_tensors(reading.spec, files, given)
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise ValueError(f"{where}: tensor {name} has {count} values that are not finite")
     spec = _for_target(reading.spec, target, choices)
     fingerprint = fingerprint_target(target_dir, cache_dir=cache_dir)
     return ImportedHead(replace(spec, target_fingerprint=fingerprint), tensors, inspection)

@@ -94,7 +94,7 @@ _OF_ENGINES_ONLY = frozenset(
         "norm-flag",
         "module-count",
         "module-index",
-        "target-hidden-size",
+        "target-width",
     }
 )
 

@@ -43,8 +43,7 @@ class MedusaReader(FormatReader):
         heads = tuple(name for name in files.headers if _is_head(name))
         if not blocks:
             return Reading(why_not="it has no residual block that could be read")
-        first = files.headers[blocks[min(blocks)]].shape
-        width = first[0] if len(first) == 2 else 0
+        width = _width(files, blocks)
         vocab = _vocab_size(files, heads, given)
         count = 1 + max(int(name.split(".")[1]) for name in blocks)
         depth = 1 + max(int(name.split(".")[3]) for name in blocks)
@@ -79,6 +78,13 @@ class MedusaReader(FormatReader):
         self, spec: HeadSpec, files: HeadFiles, given: Given
     ) -> dict[str, torch.Tensor]:
         return {ours: files.read(theirs) for ours, theirs in _block_names(files).items()}
+
+
+def _width(files: HeadFiles, blocks: dict[str, str]) -> int:
+    """Columns of the first weight; 0 where there is none."""
+    weights = [blocks[name] for name in sorted(blocks) if name.endswith(".weight")]
+    shapes = [files.headers[name].shape for name in weights]
+    return shapes[0][-1] if shapes else 0
 
 
 def _block_names(files: HeadFiles) -> dict[str, str]:

@@ -21,6 +21,7 @@ from mtp_train.features.reader import FeatureReader
 from mtp_train.run_dir import RunDirectory
 from mtp_train.validate import p0, p1, p2, p3, p4, p5
 from mtp_train.validate.breakdown import break_down, furthest_context
+from mtp_train.validate.changed_target import examine_change
 from mtp_train.validate.journal import FinishedRung, RungJournal
 from mtp_train.validate.measure import Measured, measure_acceptance, rate_intervals
 from mtp_train.validate.output import write_report
@@ -75,7 +76,7 @@ def _climb_leader_only(
     if group.device.type == "cpu":
         set_threads(config.runtime.num_threads)
     run_dir = RunDirectory.from_config(config)
-    subject = open_subject(config, run_dir.head, device=group.device)
+    subject = open_subject(config, run_dir.head, device=group.device, may_differ=True)
     sets = load_prompt_sets(config, subject)
     report = climb(
         config,
@@ -164,6 +165,9 @@ def climb(
         if journal is not None:
             journal.write(finished)
     trained_len = _trained_len(stores, subject, run_dir)
+    change = None
+    if subject.is_of_another_target:
+        change = examine_change(config, subject, _at_k(measured, sets[0], settings.k))
     return LadderReport(
         target=subject.target(subject.runtime_dtype).fingerprint,
         head=str(subject.head_path),
@@ -174,6 +178,7 @@ def climb(
         breakdown=tuple(row for item in measured for row in _break_down(item, trained_len)),
         lengths=ContextLengths(trained_len, furthest_context([item.measured for item in measured])),
         samples=_samples(measured, k, run_dir) if config.report.samples else None,
+        change=change,
     )
 
 
@@ -231,6 +236,8 @@ def show_report(report: LadderReport) -> None:
     ]
     names = ("set", "K", "tokens per step", "accepted by position", "drafts", "prompts")
     console.print(make_table("acceptance", names, rows))
+    for line in report.change.lines() if report.change is not None else ():
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _served(
@@ -252,6 +259,11 @@ def _served(
         engine_config=replace(subject.engine_config, draft_mode="argmax"),
         prompt_set=chosen.name,
     ).generations
+
+
+def _at_k(measured: Sequence[MeasuredSet], chosen: PromptSet, k: int) -> Measured:
+    items = (entry.measured for entry in measured)
+    return next(item for item in items if item.prompt_set == chosen.name and item.k == k)
 
 
 def _token_rows(

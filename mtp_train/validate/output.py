@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from data_prep.token_set import read_fingerprint
-from mtp_train.config import Config
+from mtp_train.config import Config, ValidateConfig
 from mtp_train.export.commands import README_NAME, refresh_readme
 from mtp_train.export.engines import servable_by
 from mtp_train.export.reader import is_export, load_any_head
@@ -40,6 +40,8 @@ from runtime.models.loader import fingerprint_target
 logger = logging.getLogger(__name__)
 
 SPEED_RUNG = "P5"
+# At their defaults they decide nothing that older ladders did not: those stay valid.
+_LATER_KEYS = ("old_target", "max_loss")
 _TRAINING_ONLY = ("placement", "num_prompts")  # of validate.*: the ladder does not read them
 
 
@@ -92,6 +94,9 @@ def ladder_inputs(config: Config, *, device: torch.device) -> dict[str, Any]:
     validate = asdict(config.validate)
     for name in ("head", *_TRAINING_ONLY):
         del validate[name]
+    for name in _LATER_KEYS:
+        if validate[name] == getattr(ValidateConfig(), name):
+            del validate[name]
     # A ladder is climbed with a head's chain of K drafts: what else there is decides nothing.
     runtime = {
         name: value
@@ -142,6 +147,8 @@ def write_report(report: LadderReport, spec: HeadSpec, run: RunDirectory) -> Non
         write_json_atomic(run.samples_file, report.samples.to_dict())
     write_prompt_counts(run.prompt_counts_file, report.acceptance, head_sha256=report.head_sha256)
     write_json_atomic(run.parity_file, content)
+    if report.change is not None:  # beside the head stays what it did on its own target
+        return
     write_json_atomic(run.head / run.parity_file.name, content)
     if is_export(run.head):
         refresh_readme(run.head)
@@ -261,9 +268,10 @@ def _draft_vocab(spec: HeadSpec) -> str:
     vocab, servable = spec.draft_vocab, servable_by(spec)
     if vocab is None:
         return ""
+    known = f", {vocab.coverage:.2%} of the answer tokens it was trained on"
     return (
-        f"\nDrafts from {vocab.size:,} of these ids, {vocab.coverage:.2%} of the answer tokens it "
-        f"was trained on.\n\nCan be served by: {servable} ({servable.why})."
+        f"\nDrafts from {vocab.size:,} of these ids{known if vocab.coverage else ''}."
+        f"\n\nCan be served by: {servable} ({servable.why})."
     )
 
 

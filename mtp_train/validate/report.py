@@ -205,6 +205,54 @@ class ContextLengths:
 
 
 @dataclass(frozen=True)
+class MeasuredTau:
+    """Tokens per step on one target (its fingerprint), with the interval over prompts."""
+
+    target: str
+    tau: float
+    low: float
+    high: float
+    prompts: int
+    source: str  # where the figure is from
+
+
+@dataclass(frozen=True)
+class TargetChange:
+    """``difference``: new minus old tau with its interval. ``lost_share``: of the accepted tokens
+    per step; negative where there are more now. ``retrain`` is ``None`` where nothing says what
+    the head did on its own target.
+    """
+
+    prompt_set: str
+    k: int
+    new: MeasuredTau
+    old: MeasuredTau | None
+    difference: tuple[float, float, float] | None  # value, low, high
+    is_paired: bool
+    lost_share: float | None
+    retrain: bool | None
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a terminal: both figures, the difference and the verdict."""
+        shown = [("old", self.old)] if self.old is not None else []
+        lines = [
+            f"{name} target {one.target[:12]}: {one.tau:.3f} [{one.low:.3f}, {one.high:.3f}] "
+            f"tokens per step on {self.prompt_set} at K={self.k} ({one.source})"
+            for name, one in (*shown, ("new", self.new))
+        ]
+        if self.difference is not None:
+            value, low, high = self.difference
+            how = "paired" if self.is_paired else "unpaired"
+            lines.append(f"difference: {value:+.3f} [{low:+.3f}, {high:+.3f}] ({how})")
+        verdict = {True: "yes", False: "no", None: "not known"}[self.retrain]
+        return [*lines, f"retrain: {verdict} ({self.reason})"]
+
+
+@dataclass(frozen=True)
 class LadderReport:
     """The ladder's outcome. A rung that was not asked for is not in ``rungs``.
 
@@ -220,6 +268,7 @@ class LadderReport:
     breakdown: tuple[BreakdownRow, ...] = ()
     lengths: ContextLengths = ContextLengths()
     samples: Samples | None = field(default=None, repr=False)
+    change: TargetChange | None = None  # where the head is of another target
 
     @property
     def passed(self) -> bool:
@@ -251,6 +300,7 @@ class LadderReport:
             "speed": [row.to_dict() for row in self.speed],
             "breakdown": [row.to_dict() for row in self.breakdown],
             "lengths": asdict(self.lengths),
+            **({} if self.change is None else {"target_change": self.change.to_dict()}),
         }
 
 

@@ -5,6 +5,7 @@ Everything comes from directories as a server would read them; nothing is handed
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from runtime.models.llama import LlamaModel
 from runtime.models.loader import Target, load_target
 from runtime.request import HiddenRows
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class Subject:
@@ -40,6 +43,7 @@ class Subject:
     engine_config: EngineConfig
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache_dir: Path | None = None
+    may_differ: bool = False  # take a head of a target with the same sizes and other weights
     _targets: dict[torch.dtype, Target] = field(default_factory=dict, repr=False)
     _heads: dict[torch.dtype, MtpHead] = field(default_factory=dict, repr=False)
     _contract: tuple[HeadSpec, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
@@ -58,6 +62,11 @@ class Subject:
         """Hashes of the head's files, taken when they were loaded."""
         self._load_head()
         return self._head_sha256
+
+    @property
+    def is_of_another_target(self) -> bool:
+        """Whether the target has other weights than the head was trained for."""
+        return self.spec.target_fingerprint != self.target(self.runtime_dtype).fingerprint
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -147,15 +156,35 @@ class Subject:
             self._head_sha256 = hash_files(self.head_path)
             fingerprint = self.target(self.runtime_dtype).fingerprint
             if spec.target_fingerprint != fingerprint:
-                raise ValueError(
-                    f"head={self.head_path}: trained for target {spec.target_fingerprint[:12]}, "
-                    f"but target={self.target_path} is {fingerprint[:12]}"
-                )
+                self._check_difference(spec, fingerprint)
             self._contract = spec, tensors
         return self._contract
 
+    def _check_difference(self, spec: HeadSpec, fingerprint: str) -> None:
+        """Raise ``ValueError``, unless the target may have other weights and has the sizes."""
+        message = (
+            f"head={self.head_path}: trained for target {spec.target_fingerprint[:12]}, "
+            f"but target={self.target_path} is {fingerprint[:12]}"
+        )
+        if not self.may_differ:
+            raise ValueError(message)
+        target = self.target(self.runtime_dtype).config
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(spec, name), getattr(target, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{message}: {name}={ours} there, {theirs} here; it cannot draft for this one"
+                )
+        if spec.layer_ids and max(spec.layer_ids) > target.num_layers:
+            raise ValueError(
+                f"{message}: it reads layer {max(spec.layer_ids)}, there are {target.num_layers}"
+            )
+        logger.warning("%s; measured as it is", message)
 
-def open_subject(config: Config, head_path: Path, *, device: torch.device) -> Subject:
+
+def open_subject(
+    config: Config, head_path: Path, *, device: torch.device, may_differ: bool = False
+) -> Subject:
     """The configuration's target with the head in ``head_path``, in the dtype that is served."""
     return Subject(
         target_path=config.target.path,
@@ -164,6 +193,7 @@ def open_subject(config: Config, head_path: Path, *, device: torch.device) -> Su
         engine_config=config.runtime,
         device=device,
         cache_dir=cache_directory(config.target),
+        may_differ=may_differ,
     )
 
 
