@@ -19,8 +19,10 @@ from runtime.models.config import load_config
 from runtime.models.loader import Checkpoint, fingerprint_target
 
 
-def check_against(reading: Reading, target: TargetShape) -> list[Finding]:
-    """By sizes and RoPE, as both ``config.json`` state them."""
+def check_against(reading: Reading, target: TargetShape, *, scope: str = "") -> list[Finding]:
+    """By sizes, RoPE and quantisation, as both ``config.json`` state them. ``scope``: the head's
+    own quantisation; empty without one.
+    """
     findings: list[Finding] = []
     sizes, wanted = reading.sizes, target.sizes
     if reading.reads_width and reading.reads_width != wanted.hidden_size:
@@ -30,6 +32,17 @@ def check_against(reading: Reading, target: TargetShape) -> list[Finding]:
                 reading.reads_width,
                 wanted.hidden_size,
                 "it was made for another target: no engine can run it with this one",
+            )
+        )
+    if target.quantisation and not scope:
+        findings.append(
+            Finding(
+                "warning",
+                "target-quantisation",
+                "quantization_config",
+                "missing",
+                f"a scope of its own, as the target is quantised ({target.quantisation})",
+                "vLLM may build the head's linears as the target's: load errors, or other values",
             )
         )
     ids = reading.spec.layer_ids if reading.spec is not None else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding
@@ -31,6 +31,33 @@ class Differences:
     @property
     def is_empty(self) -> bool:
         return not (self.missing or self.unexpected or self.misshapen)
+
+
+QUANTISED_SUFFIXES = (
+    *(".weight_scale", ".weight_scale_inv", ".input_scale", ".weight_packed", ".weight_shape"),
+    *(".weight_zero_point", ".weight_g_idx", ".qweight", ".qzeros", ".scales", ".g_idx"),
+)
+_IN_PLACE_OF_WEIGHT = (".weight_packed", ".qweight")
+
+
+def quantised_names(files: HeadFiles) -> list[str]:
+    """Tensors that only a quantised checkpoint has."""
+    return sorted(name for name in files.headers if name.endswith(QUANTISED_SUFFIXES))
+
+
+def allow_quantised(contract: Contract, files: HeadFiles) -> Contract:
+    """``contract`` for weights that are stored quantised: packed ones stand for the weight, and
+    scales belong to it. Their shapes are not checked.
+    """
+    names = quantised_names(files)
+    packed = {
+        name.removesuffix(suffix) + ".weight"
+        for name in names
+        for suffix in _IN_PLACE_OF_WEIGHT
+        if name.endswith(suffix)
+    }
+    required = {name: shape for name, shape in contract.required.items() if name not in packed}
+    return replace(contract, required=required, ignored=contract.ignored | set(names))
 
 
 def compare(contract: Contract, files: HeadFiles) -> Differences:

@@ -7,8 +7,9 @@ does not know. That it loads proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from mtp_train.export.layouts import LAYOUTS
@@ -23,39 +24,50 @@ ENGINES: tuple[Engine, ...] = ("vLLM", "SGLang")
 _MOST_NAMED = 3
 _FUSIONS = ("eh_proj.weight", "input_proj.weight", "mtp.fc.weight")
 # Findings that an engine does not notice and that spoil what it drafts.
-_SPOILS: dict[Engine, frozenset[str]] = {
-    "vLLM": frozenset(
-        {"d2t-absolute", "lm-head-rows", "rope-schemas", "norm-flag", "layer-order", "d2t-values"}
-    ),
-    "SGLang": frozenset(
-        {
-            "d2t-absolute",
-            "lm-head-rows",
-            "rope-schemas",
-            "norm-flag",
-            "d2t-values",
-            "d2t-permutes",
-            "tied",
-        }
-    ),
-}
-_STOPS: dict[Engine, frozenset[str]] = {
-    "vLLM": frozenset(
-        {
-            "d2t-whole-vocabulary",
-            "lm-head-shipped",
-            "config-key",
-            "target-hidden-size",
-            "target-width",
-            "layer-count",
-            "module-index",
-            "module-count",
-        }
-    ),
-    "SGLang": frozenset(
-        {"draft-vocab-size", "config-key", "target-hidden-size", "target-width", "layer-count"}
-    ),
-}
+_SPOILS: Mapping[Engine, frozenset[str]] = MappingProxyType(
+    {
+        "vLLM": frozenset(
+            {
+                "d2t-absolute",
+                "lm-head-rows",
+                "rope-schemas",
+                "norm-flag",
+                "layer-order",
+                "d2t-values",
+            }
+        ),
+        "SGLang": frozenset(
+            {
+                "d2t-absolute",
+                "lm-head-rows",
+                "rope-schemas",
+                "norm-flag",
+                "d2t-values",
+                "d2t-permutes",
+                "tied",
+            }
+        ),
+    }
+)
+_STOPS: Mapping[Engine, frozenset[str]] = MappingProxyType(
+    {
+        "vLLM": frozenset(
+            {
+                "d2t-whole-vocabulary",
+                "lm-head-shipped",
+                "config-key",
+                "target-hidden-size",
+                "target-width",
+                "layer-count",
+                "module-index",
+                "module-count",
+            }
+        ),
+        "SGLang": frozenset(
+            {"draft-vocab-size", "config-key", "target-hidden-size", "target-width", "layer-count"}
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -182,6 +194,12 @@ def _eagle(engine: Engine, files: HeadFiles, stops: list[str], spoils: list[str]
     has_bias = "fc.bias" in files.headers
     if engine == "vLLM" and has_bias:
         stops.append("fc.bias: its fc has no bias (mtp export format=eagle writes none)")
+    norms = [n for n in ("layers.0.input_layernorm.weight", "norm.weight") if n in files.headers]
+    is_mistral = "Mistral" in str(files.config.get("architectures"))
+    if norms and engine == "vLLM" and not is_mistral:
+        stops.append(f"{_named(norms)}: only its Mistral class has them")
+    if norms and engine == "SGLang":
+        spoils.append(f"skips {_named(norms)} without a word")
     if engine == "SGLang" and not has_bias:
         spoils.append(
             "fc.bias: missing, its fc has one that stays uninitialised memory (zeros will do; mtp "

@@ -21,6 +21,7 @@ from mtp_train.config import BUILT_IN_INITS, Config, ForeignConfig
 from mtp_train.export.reader import is_export, read_export
 from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.foreign.against_target import read_copies
+from mtp_train.foreign.contract import quantised_names
 from mtp_train.foreign.files import HeadFiles, open_files
 from mtp_train.foreign.inspection import FILE_CODES, Inspection, blocking, inspect_head
 from mtp_train.foreign.readers import READERS
@@ -76,6 +77,10 @@ def read_foreign(
         raise ValueError(f"{where}: {errors[0]}{more}; {look}")
     if reading.why_not:
         raise ValueError(f"{where}: {reading.why_not}")
+    for name in quantised_names(inspection.files):
+        raise ValueError(
+            f"{where}: its weights are quantised ({name}); heads here are not, de-quantise it"
+        )
     for choice in reading.open_choices:
         raise ValueError(f"{where}: its files do not say {choice.question}; say {choice.option}")
     files, reader = inspection.files, READERS[format.key]

@@ -14,15 +14,15 @@ from mtp_train.foreign.against_target import (
     check_fingerprint,
     describe_copies,
 )
-from mtp_train.foreign.contract import compare, describe
+from mtp_train.foreign.contract import allow_quantised, compare, describe, quantised_names
 from mtp_train.foreign.engines import EngineVerdict, judge
 from mtp_train.foreign.files import HeadFiles, open_files
 from mtp_train.foreign.findings import Finding, worst
 from mtp_train.foreign.formats import FORMATS, Format
 from mtp_train.foreign.readers import READERS
-from mtp_train.foreign.reading import Given, Reading
+from mtp_train.foreign.reading import Given, Reading, layer_block
 from mtp_train.foreign.recognise import Recognised, recognise
-from mtp_train.foreign.sizes import TargetShape
+from mtp_train.foreign.sizes import TargetShape, describe_quantisation
 from runtime.head_spec import WEIGHTS_NAME, load_head
 
 # Findings of the files themselves, before a format's reader looks.
@@ -53,6 +53,8 @@ class Inspection:
         if self.format is None or self.reading is None:
             return "it is no known format"
         reasons = [self.format.not_read, self.reading.why_not]
+        quantised = quantised_names(self.files)
+        reasons += [f"its weights are quantised ({name})" for name in quantised[:1]]
         reasons += [str(error) for error in blocking(self.findings)]
         reasons += [choice.option for choice in self.reading.open_choices]
         return next((reason for reason in reasons if reason), "")
@@ -129,7 +131,7 @@ def inspect_head(
             str(directory),
             "no known format of draft heads",
             ", ".join(FORMATS),
-            "say which it is: as=FORMAT",
+            _advise_unknown(files),
         )
         return Inspection(directory, files, None, None, None, _sorted([*findings, unknown]))
     format = FORMATS[recognised.format]
@@ -137,11 +139,12 @@ def inspect_head(
     findings += reading.findings
     differences = None
     if reading.contract is not None and files.headers:
-        differences = compare(reading.contract, files)
-        findings += describe(reading.contract, files)
+        contract = allow_quantised(reading.contract, files)
+        differences = compare(contract, files)
+        findings += describe(contract, files)
     findings += _record_findings(files, recognised.format)
     if target is not None:
-        findings += check_against(reading, target)
+        findings += check_against(reading, target, scope=describe_quantisation(files.config))
     if target is not None and cache_dir is not None:
         recorded = recorded_fingerprint(files, reading)
         findings += check_fingerprint(recorded, target.directory, cache_dir=cache_dir)
@@ -162,7 +165,10 @@ def inspect_head(
 def recorded_fingerprint(files: HeadFiles, reading: Reading) -> str:
     """Of the target that the head says it was trained for; empty where it says nothing."""
     if files.has_record:
-        return ExportRecord.read(files.directory / EXPORT_NAME).head.target_fingerprint
+        try:
+            return ExportRecord.read(files.directory / EXPORT_NAME).head.target_fingerprint
+        except ValueError:  # said by the check of the record
+            return ""
     return reading.spec.target_fingerprint if reading.spec is not None else ""
 
 
@@ -213,6 +219,16 @@ def _record_findings(files: HeadFiles, format: HeadFormat) -> list[Finding]:
             Finding("error", "changed", field, str(error), "as it was written", "write it again")
         ]
     return []
+
+
+def _advise_unknown(files: HeadFiles) -> str:
+    announced = layer_block(files.config)[0].get("num_nextn_predict_layers")
+    if announced:
+        return (
+            f"config.json announces {announced} MTP module(s) and none is there: a fine-tune that "
+            "lost them; look at the base checkpoint"
+        )
+    return "say which it is: as=FORMAT"
 
 
 def _sorted(findings: list[Finding]) -> tuple[Finding, ...]:

@@ -48,7 +48,6 @@ _DEEPSEEK: Mapping[str, str] = MappingProxyType(
         "shared_head.norm.weight": "final_layernorm.weight",
     }
 )
-_SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,7 @@ class MtpReader(FormatReader):
             return Reading(findings=tuple(findings), why_not="sizes are missing")
         names = self._names(files)
         own = [name for name in files.headers if name.startswith(names.prefix)]
-        ignored = frozenset(
-            name
-            for name in files.headers
-            if name not in own and (in_target(files) or name.endswith(_SCALES))
-        )
+        ignored = frozenset(name for name in files.headers if name not in own and in_target(files))
         modules = _count_modules(files, self._format)
         findings += _module_findings(files, block, self._format, names, modules)
         order = given.choices.concat if given.choices.concat != "auto" else names.order
@@ -100,8 +95,7 @@ class MtpReader(FormatReader):
         optional: dict[str, Shape] = {
             copy.name: (sizes.vocab_size, sizes.hidden_size) for copy in names.copies
         }
-        optional |= {name: files.headers[name].shape for name in own if name.endswith(_SCALES)}
-        why_not = _why_not(files, sizes, sparse, modules)
+        why_not = _why_not(sizes, sparse, modules)
         there = tuple(copy for copy in names.copies if copy.name in files.headers)
         return Reading(
             contract=Contract(required, optional, ignored),
@@ -275,11 +269,9 @@ def _sparse_shapes(files: HeadFiles, sizes: Sizes, names: _Names) -> dict[str, S
     return shapes | {names.prefix + name: shape for name, shape in block.items()}
 
 
-def _why_not(files: HeadFiles, sizes: Sizes, sparse: str, modules: int) -> str:
-    quantised = [name for name in files.headers if name.endswith(_SCALES)]
+def _why_not(sizes: Sizes, sparse: str, modules: int) -> str:
     return join_reasons(
         (bool(sparse), f"its layer has {sparse}, those of heads here have neither"),
         (modules > 1, f"it has {modules} modules, one per step; heads here have one"),
-        (bool(quantised), f"its weights are quantised ({', '.join(quantised[:1])})"),
         (sizes.rope is None, f"RoPE: {sizes.rope_note}"),
     )

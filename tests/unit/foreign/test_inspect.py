@@ -12,15 +12,19 @@ import torch
 
 from mtp_train.config import ExportFormat, ForeignConfig
 from mtp_train.foreign.formats import FORMATS
+from mtp_train.foreign.inspection import inspect_head
 from mtp_train.foreign.readers import READERS
+from mtp_train.foreign.sizes import read_target
 from mtp_train.run_dir import read_json
 from runtime.head_spec import SPEC_VERSION
 from tests.unit.export.test_eagle_layouts import export, make_head, make_target
 from tests.unit.foreign.heads import (
+    AUTO,
     DEFAULT_LAYERS,
     IDS,
     NUM_LAYERS,
     Tensors,
+    bring_in,
     change_config,
     change_tensors,
     codes,
@@ -458,3 +462,56 @@ def test_an_unknown_directory_is_an_error_that_lists_what_is_known(tmp_path: Pat
     assert inspection.format is None
     assert "eagle3" in next(f for f in inspection.findings if f.code == "unrecognised").allowed
     assert json.loads(json.dumps(inspection.to_dict()))["format"] is None
+
+
+def test_quantised_weights_are_looked_at_and_not_read(tmp_path: Path) -> None:
+    out = make_export(tmp_path, "eagle3")
+    name = "layers.0.mlp.up_proj.weight"
+    packed = {
+        name + "_packed": torch.ones(48, 4, dtype=torch.int32),
+        name + "_scale": torch.ones(48, 1),
+    }
+    change_tensors(out, lambda t: (t.pop(name), t.update(packed)))
+    assert "no quantization_config" not in why(look(out), "vLLM")
+    scope = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+    }
+    change_config(out, lambda c: c.update(quantization_config=scope))
+    inspection = look(out)
+    assert not inspection.has_errors
+    assert "all but lm_head" in dict(inspection.reading.facts)["quantisation"]  # type: ignore[union-attr]
+    assert "its weights are quantised" in inspection.why_not_read
+    with pytest.raises(ValueError, match="weights are quantised"):
+        bring_in(tmp_path, out)
+
+
+def test_a_quantised_target_asks_for_a_scope_of_the_heads_own(tmp_path: Path) -> None:
+    out = make_export(tmp_path, "eagle3")
+    scope = {"quant_method": "fp8"}
+    change_config(tmp_path / "target", lambda c: c.update(quantization_config=scope))
+    target = read_target(tmp_path / "target")
+    found = inspect_head(out, AUTO, target=target)
+    assert "target-quantisation" in codes(found)
+
+
+def test_a_checkpoint_that_lost_its_modules_is_told_so(tmp_path: Path) -> None:
+    config = {**SIZES, "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    out = put(tmp_path / "x", config, layer("model.layers.0."))
+    (finding,) = look(out).findings
+    assert "a fine-tune that lost them" in finding.action
+
+
+def test_the_two_norms_of_vllms_mistral_class_make_an_mtp_head(tmp_path: Path) -> None:
+    out = make_export(tmp_path, "eagle")
+    extra = {n: torch.rand(32) for n in ("layers.0.input_layernorm.weight", "norm.weight")}
+    change_tensors(out, lambda t: t.update(extra))
+    assert outcomes(look(out)) == {"vLLM": "refuses", "SGLang": "loads, drafts wrongly"}
+    change_config(out, lambda c: c.update(architectures=["EagleMistralForCausalLM"]))
+    assert outcomes(look(out))["vLLM"] == "loads"
+    head = bring_in(tmp_path, out)
+    assert head.spec.kind == "mtp"
+    assert not head.spec.norms.enorm
+    assert torch.equal(head.tensors["norm.weight"], extra["norm.weight"])
+    assert head.tensors.keys() == head.spec.tensor_shapes().keys()
