@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mtp_train.export.reader import is_export
+from mtp_train.export.weights import INDEX_NAME
 from runtime.files import sha256_file
 from runtime.head_spec import CONFIG_NAME
 
-INDEX_NAME = "model.safetensors.index.json"
-EXPORT_RECORD = "export.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -51,7 +51,7 @@ class HeadFiles:
     @property
     def has_record(self) -> bool:
         """Whether `mtp export` wrote it."""
-        return (self.directory / EXPORT_RECORD).is_file()
+        return is_export(self.directory)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the host."""
