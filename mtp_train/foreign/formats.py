@@ -13,7 +13,7 @@ from typing import Literal
 from mtp_train.config import HeadFormat
 
 Engine = Literal["vLLM", "SGLang"]
-# How a loader treats surprises: EXPORT_SPEC calls them vLLM EAGLE and vLLM MTP.
+# How a loader treats surprises: as vLLM's EAGLE classes do, as its MTP classes do, or not at all.
 Family = Literal["eagle", "mtp", "none"]
 
 _NO_CLASS = "has no class for it"
