@@ -156,6 +156,8 @@ def _by_format(
         _vllm_path(format, files, notes)
     if format.key == "eagle":
         _eagle(engine, files, stops, spoils)
+    if format.key == "medusa" and engine == "vLLM":
+        _medusa(files, stops, notes)
     if format.key in ("eagle3", "speculators_eagle3"):
         _eagle3(engine, files, spoils, notes)
     if format.key in ("mimo", "deepseek_mtp") and engine == "vLLM":
@@ -205,6 +207,16 @@ def _eagle(engine: Engine, files: HeadFiles, stops: list[str], spoils: list[str]
             "fc.bias: missing, its fc has one that stays uninitialised memory (zeros will do; mtp "
             "export format=eagle_sglang writes them)"
         )
+
+
+def _medusa(files: HeadFiles, stops: list[str], notes: list[str]) -> None:
+    if not any(name.startswith("blocks.") for name in files.headers):
+        stops.append("its Medusa class reads blocks.* only (mtp export format=medusa writes them)")
+    elif not any(name.startswith("lm_head") for name in files.headers):
+        stops.append("lm_head.weight: missing, its draft model has no way to the target's")
+    if files.config.get("model_type") != "medusa":
+        stops.append("model_type: it takes the class from model_type=medusa")
+    notes.append("drafts with uninitialised blocks when K is above their number")
 
 
 def _eagle3(engine: Engine, files: HeadFiles, spoils: list[str], notes: list[str]) -> None:

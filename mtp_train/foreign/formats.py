@@ -85,7 +85,7 @@ FORMATS: Mapping[HeadFormat, Format] = MappingProxyType(
                 vllm="does not read it: put it back into the target's checkpoint (mtp.*) first",
                 sglang=_SPECULATORS_ONLY,
             ),
-            _format("medusa", "Medusa", "none", vllm=_MEDUSA_GONE, sglang=_NO_CLASS),
+            _format("medusa", "Medusa", "none", sglang=_NO_CLASS),
             _format(
                 "mlp_speculator",
                 "MLP speculator",

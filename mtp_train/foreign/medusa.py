@@ -1,6 +1,7 @@
 """Medusa directories: of the authors, whose heads have an ``lm_head`` each, and in vLLM's names.
 
-Ours draft with the target's ``lm_head``; a directory whose own are copies of that is one of ours.
+Ours draft with the target's ``lm_head``, which a directory may hold a copy of, or with one of the
+block's own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _VLLM_NAME = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _OLD_NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 _OLD_HEAD = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight")
 _VLLM_HEAD = re.compile(r"lm_heads?(\.\d+)?\.weight")
+_OWN_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 _TOKEN_MAP = "token_map"
 # What a head of Medusa does not have, where no target says it.
 _NO_LAYER: dict[str, Any] = {
@@ -47,16 +49,19 @@ class MedusaReader(FormatReader):
         vocab = _vocab_size(files, heads, given)
         count = 1 + max(int(name.split(".")[1]) for name in blocks)
         depth = 1 + max(int(name.split(".")[3]) for name in blocks)
-        spec = _spec(width, vocab, count, blocks, given)
+        own = _own_heads(files, count, given)
+        spec = _spec(width, vocab, count, blocks, given, is_own=bool(own))
+        blocks |= own
+        copies = tuple(name for name in heads if name not in own.values())
         required = {
-            blocks.get(name, _expected_name(name, blocks)): shape
+            blocks.get(name) or _expected_name(name, blocks): shape
             for name, shape in _shapes(spec, depth).items()
         }
         why_not = _why_not(files, depth, given)
         return Reading(
             contract=Contract(
                 required,
-                dict.fromkeys(heads, (vocab, width)),
+                dict.fromkeys(copies, (vocab, width)),
                 frozenset({_TOKEN_MAP} & set(files.headers)),
             ),
             spec=None if why_not else spec,
@@ -66,18 +71,21 @@ class MedusaReader(FormatReader):
                 ("width", str(width)),
                 ("blocks", f"{count}, one per drafted token, of {depth} layer(s) each"),
                 ("vocabulary", str(vocab) if vocab else "not stated"),
-                ("lm_head", f"{len(heads)} of its own" if heads else "the target's"),
+                ("lm_head", f"{len(own)} of its own" if own else "the target's"),
                 ("quantisation", describe_quantisation(files.config) or "none of its own"),
             ),
             findings=tuple(_stated(files, count)),
-            copies=tuple(Copy(name, TARGET_LM_HEAD) for name in heads),
+            copies=()
+            if given.choices.vocabulary == "target"
+            else tuple(Copy(name, TARGET_LM_HEAD) for name in copies),
             reads_width=width,
         )
 
     def native_tensors(
         self, spec: HeadSpec, files: HeadFiles, given: Given
     ) -> dict[str, torch.Tensor]:
-        return {ours: files.read(theirs) for ours, theirs in _block_names(files).items()}
+        names = _block_names(files) | _own_heads(files, spec.num_blocks, given)
+        return {ours: files.read(theirs) for ours, theirs in names.items()}
 
 
 def _width(files: HeadFiles, blocks: dict[str, str]) -> int:
@@ -121,7 +129,23 @@ def _vocab_size(files: HeadFiles, heads: tuple[str, ...], given: Given) -> int:
     return given.target.sizes.vocab_size if given.target else 0
 
 
-def _spec(width: int, vocab: int, count: int, blocks: dict[str, str], given: Given) -> HeadSpec:
+def _own_heads(files: HeadFiles, count: int, given: Given) -> dict[str, str]:
+    """Native names of ``lm_head`` weights, one per block, -> the directory's; none where it has
+    not one for each, or ``foreign.vocabulary=target`` leaves them out.
+    """
+    if given.choices.vocabulary == "target":
+        return {}
+    found = {}
+    for name in files.headers:
+        match = _OLD_HEAD.fullmatch(name) or _OWN_HEAD.fullmatch(name)
+        if match:
+            found[f"lm_heads.{match.group(1)}.weight"] = name
+    return found if len(found) == count else {}
+
+
+def _spec(
+    width: int, vocab: int, count: int, blocks: dict[str, str], given: Given, *, is_own: bool
+) -> HeadSpec:
     fields = dict(_NO_LAYER) | {"target_fingerprint": ""}
     if given.target is not None:
         fields = given.target.sizes.spec_fields()
@@ -131,6 +155,7 @@ def _spec(width: int, vocab: int, count: int, blocks: dict[str, str], given: Giv
         **fields,
         **MEDUSA_FIELDS,
         num_blocks=count,
+        lm_head="own" if is_own else "target",
         projection_bias=any(name.endswith(".bias") for name in blocks),
     )
 
@@ -145,7 +170,9 @@ def _shapes(spec: HeadSpec, depth: int) -> dict[str, Shape]:
 
 
 def _why_not(files: HeadFiles, depth: int, given: Given) -> str:
-    has_map = _TOKEN_MAP in files.headers or bool(files.config.get("truncated_vocab_size"))
+    truncated = files.config.get("truncated_vocab_size")
+    is_shorter = truncated is not None and truncated != files.config.get("vocab_size")
+    has_map = _TOKEN_MAP in files.headers or is_shorter
     rope = given.target.sizes.rope_note if given.target and not given.target.sizes.rope else ""
     return join_reasons(
         (depth != 1, f"its blocks have {depth} layers, those of heads here one"),

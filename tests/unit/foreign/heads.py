@@ -25,6 +25,7 @@ NUM_LAYERS = 7  # of the target: its default layer ids are 2, 3 and 4
 DEFAULT_LAYERS: dict[str, Any] = {**THREE, "layer_ids": (2, 3, 4), "fusion_norm": "none"}
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "mimo": ({"concat": "hidden_embedding"}, ()),
+    "medusa": ({**MEDUSA, "lm_head": "own"}, ()),
     "eagle": ({"kind": "eagle", **EAGLE_FIELDS}, ()),
     "eagle_sglang": ({"kind": "eagle", **EAGLE_FIELDS, "projection_bias": True}, ()),
     "eagle3": (DEFAULT_LAYERS, IDS),

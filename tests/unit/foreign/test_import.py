@@ -153,20 +153,22 @@ def test_the_order_of_mimo_names_depends_on_their_prefix(tmp_path: Path) -> None
     assert bring_in(tmp_path, out, chosen).spec.concat == "hidden_embedding"
 
 
-def test_medusa_comes_in_when_its_lm_heads_are_the_targets(tmp_path: Path) -> None:
+def test_medusa_keeps_its_lm_heads_unless_they_are_left_out(tmp_path: Path) -> None:
     out = make_medusa(tmp_path)
     wanted = load_head(tmp_path / "head")
     head = bring_in(tmp_path, out)
     assert head.spec == wanted[0]
     assert same_weights(head.tensors, wanted[1])
-    lm_head = load_file(tmp_path / "target" / "model.safetensors")["lm_head.weight"]
-    change_tensors(out, lambda t: t.update({f"{h}.1.weight": lm_head.clone() for h in range(3)}))
-    assert same_weights(bring_in(tmp_path, out).tensors, wanted[1])
-    change_tensors(out, lambda t: t["1.1.weight"].mul_(2))
-    with pytest.raises(ValueError, match=r"tensor 1\.1\.weight differs from the target's lm_head"):
-        bring_in(tmp_path, out)
+    own = {f"{h}.1.weight": torch.rand(11, 32) for h in range(3)}
+    change_tensors(out, lambda t: t.update(own))
+    head = bring_in(tmp_path, out)
+    assert head.spec.lm_head == "own"
+    assert torch.equal(head.tensors["lm_heads.1.weight"], own["1.1.weight"])
     chosen = ForeignConfig(vocabulary="target")
     assert same_weights(bring_in(tmp_path, out, chosen).tensors, wanted[1])
+    change_tensors(out, lambda t: [t.pop(f"{h}.1.weight") for h in (0, 2)])
+    with pytest.raises(ValueError, match=r"tensor 1\.1\.weight differs from the target's lm_head"):
+        bring_in(tmp_path, out)
 
 
 def test_a_list_of_ids_in_the_place_of_offsets_needs_to_be_said(tmp_path: Path) -> None:

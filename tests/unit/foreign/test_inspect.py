@@ -79,6 +79,7 @@ def test_every_format_has_a_reader() -> None:
     [
         ("mimo", "mimo", {"vLLM": "loads", "SGLang": "loads"}),
         ("eagle3", "eagle3", {"vLLM": "loads", "SGLang": "loads"}),
+        ("medusa", "medusa", {"vLLM": "loads", "SGLang": "cannot"}),
         ("speculators", "speculators_eagle3", {"vLLM": "loads", "SGLang": "cannot"}),
         ("eagle", "eagle", {"vLLM": "loads", "SGLang": "loads, drafts wrongly"}),
         ("eagle_sglang", "eagle", {"vLLM": "refuses", "SGLang": "loads"}),
@@ -316,7 +317,8 @@ def test_medusa_in_both_sets_of_names(tmp_path: Path) -> None:
     assert old.format is not None
     assert old.format.key == "medusa"
     assert not old.has_errors
-    assert set(outcomes(old).values()) == {"cannot"}
+    assert outcomes(old) == {"vLLM": "refuses", "SGLang": "cannot"}
+    assert "blocks.* only" in why(old, "vLLM")
     change_config(out, lambda c: c.update(medusa_num_heads=5))
     assert "block-count" in codes(look(out))
     change_config(out, lambda c: c.update(medusa_num_heads=3))
