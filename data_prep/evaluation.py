@@ -55,6 +55,13 @@ def evaluation_prompts(
     ]
 
 
+def evaluation_questions(name: str) -> list[tuple[str, str]]:
+    """Id and text of every first turn, for servers that render prompts themselves. Raises
+    ``ValueError`` as :func:`evaluation_prompts` does.
+    """
+    return [(item.id, item.turns[0]) for item in _read_questions(name)]
+
+
 def second_turn_prompts(
     name: str,
     tokenizer: Any,

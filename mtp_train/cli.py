@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mtp_train import check_render, demo, generate, reproduce, stages
 from mtp_train.app import Stage, run_command
+from mtp_train.bench.command import run_bench, take_lists
 from mtp_train.compare.command import run_compare, take_runs
 from mtp_train.doctor.command import run_doctor, take_flags
 from mtp_train.inspect.command import run_inspect, take_head
@@ -78,6 +79,13 @@ COMMANDS = (
         "a target's config.json",
         "nothing: memory, disk, hours",
         take_plan_flags,
+    ),
+    Command(
+        "bench",
+        run_bench,
+        "exported heads or servers, prompts",
+        "bench.json: speed, latency, τ by load",
+        take_lists,
     ),
     Command("compare", run_compare, "records of several runs", "nothing: shows them", take_runs),
     Command(

@@ -264,6 +264,7 @@ class ServingConfig:
     kind: Literal["none", "vllm"] = "none"
     python: str = ""
     url: str = ""
+    api_key_env: str = ""  # name of the environment variable that holds the server's key
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     k: tuple[int, ...] = (1, 3)
     sets: tuple[str, ...] = ("mtbench", "humaneval", "gsm8k")  # final evaluation only
@@ -363,6 +364,26 @@ class ReproduceConfig:
 
 
 @dataclass(frozen=True)
+class BenchConfig:
+    """`mtp bench`: servers started in ``engine.python``'s environment, or those at ``url``."""
+
+    url: tuple[str, ...] = ()  # of servers that run already
+    heads: tuple[str, ...] = ()  # none and exported directories; with url: a name for each
+    k: tuple[int, ...] = (1, 3)  # drafted tokens, of servers that are started here
+    concurrency: tuple[int, ...] = (1, 4, 16)  # requests in flight
+    prompts: tuple[str, ...] = ("mtbench",)  # evaluation sets, or files (.txt, .jsonl)
+    num_prompts: int = 16  # of all of them together, evenly spaced
+    max_tokens: int = 128  # of an answer
+    rounds: int = 3  # every cell is measured once in each
+    warm_up_tokens: int = 16  # of the answers before a cell that are not measured; 0 = none
+    min_equal: float = 0.5  # share of texts as in plain decoding without which nothing can win
+    servers: Literal["one", "all"] = "one"  # alive at a time; one: started anew in every round
+    model: str = ""  # its name at the servers of url; empty = the only one
+    out: str = ""  # where the JSON goes; empty = runs/<name>/bench.json
+    svg: str = ""  # file for a picture of the tables; empty = none
+
+
+@dataclass(frozen=True)
 class Config:
     """One command's whole configuration."""
 
@@ -390,6 +411,7 @@ class Config:
     hot_vocab: HotVocabConfig = HotVocabConfig()
     compare: CompareConfig = CompareConfig()
     reproduce: ReproduceConfig = ReproduceConfig()
+    bench: BenchConfig = BenchConfig()
 
 
 def get_field(config: Config, path: str) -> Any:

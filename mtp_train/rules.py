@@ -55,6 +55,9 @@ RANGES: tuple[Rule, ...] = (
             "check_render.rows",
             "hot_vocab.speed_tokens",
             "hot_vocab.speed_repeats",
+            "bench.num_prompts",
+            "bench.max_tokens",
+            "bench.rounds",
         ),
         lambda value: value >= 1,
         "must be at least 1",
@@ -72,6 +75,7 @@ RANGES: tuple[Rule, ...] = (
             "loss.vocab_chunk",
             "export.max_length",
             "export.max_file_gb",
+            "bench.warm_up_tokens",
             "report.max_samples",
             "trainer.max_steps",
             "trainer.max_tokens",
@@ -200,6 +204,29 @@ def _check_hot_vocab(config: Config) -> None:
             f"hot_vocab.sizes={list(sizes)}: name numbers of ids, each below the target's "
             "vocabulary, as in hot_vocab.sizes=[4096,8192]"
         )
+
+
+def _check_bench(config: Config) -> None:
+    settings = config.bench
+    for url in settings.url:
+        check_url(url, "bench.url", key_field="engine.api_key_env")
+    if settings.url and settings.heads and len(settings.heads) != len(settings.url):
+        raise ConfigError(
+            f"bench.heads={list(settings.heads)} with bench.url={list(settings.url)}: name what "
+            "each server serves, in the same order, or leave bench.heads out"
+        )
+    for name in ("heads", "url", "k", "concurrency", "prompts"):
+        values = getattr(settings, name)
+        if len(set(values)) < len(values):
+            raise ConfigError(f"bench.{name}={list(values)}: each may be named once")
+    for name in ("k", "concurrency"):
+        values = getattr(settings, name)
+        if not values or min(values) < 1:
+            raise ConfigError(f"bench.{name}={list(values)}: name numbers from 1")
+    if not 0 <= settings.min_equal <= 1:
+        raise ConfigError(f"bench.min_equal={settings.min_equal}: a share, from 0 to 1")
+    if not settings.prompts:
+        raise ConfigError("bench.prompts=[]: name evaluation sets, or files with prompts")
 
 
 def _check_features(config: Config) -> None:
@@ -386,7 +413,8 @@ def _check_attention(config: Config) -> None:
 def _check_engine(config: Config) -> None:
     engine = config.engine
     if engine.url:
-        check_url(engine.url, "engine.url")
+        check_url(engine.url, "engine.url", key_field="engine.api_key_env")
+    check_variable(engine.api_key_env, "engine.api_key_env")
     if engine.kind == "none":
         return
     if bool(engine.python) == bool(engine.url):
@@ -450,6 +478,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_rendering,
     _check_plan,
     _check_hot_vocab,
+    _check_bench,
     _check_features,
     _check_loss,
     check_own_head,

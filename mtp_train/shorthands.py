@@ -17,6 +17,13 @@ BY_COMMAND: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "export": {"format": "export.format"},
         "compare": {name: f"compare.{name}" for name in ("baseline", "set", "k", "html", "json")},
         "reproduce": {name: f"reproduce.{name}" for name in ("name", "root", "json")},
+        "bench": {
+            name: f"bench.{name}"
+            for name in (
+                *("url", "heads", "k", "concurrency", "prompts", "num_prompts", "max_tokens"),
+                *("rounds", "servers", "model", "out", "svg"),
+            )
+        },
         "doctor": {"json": "doctor.json", "measure": "doctor.measure"},
         "inspect": {
             "target": "target.path",

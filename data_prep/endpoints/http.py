@@ -10,7 +10,8 @@ import asyncio
 import datetime
 import email.utils
 import json
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
 
 import httpx
 
@@ -88,6 +89,34 @@ class Server:
         """As :meth:`get`, for the answer to ``body``."""
         return self._parse(path, await self._send("POST", path, body, timeout_s))
 
+    async def stream(
+        self, path: str, body: dict[str, Any], *, timeout_s: float | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The JSON objects of a stream of server-sent events, each as it arrives, until the server
+        says ``[DONE]`` or closes. All of it within ``timeout_s``. Raises as :meth:`get` does, and
+        where the server puts an error into the stream.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s or self._timeout_s),
+                self._client.stream("POST", self._base + path, json=body) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    self._refuse(path, response)
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or not data:
+                        continue
+                    if data == "[DONE]":
+                        return
+                    event = self._parse_event(path, data)
+                    yield event
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise _timed_out(path, error) from error
+        except httpx.HTTPError as error:
+            raise self._broken(path, error) from error
+
     async def _send(
         self, method: str, where: str, body: dict[str, Any] | None, timeout_s: float | None
     ) -> httpx.Response:
@@ -96,18 +125,21 @@ class Server:
             async with asyncio.timeout(timeout_s or self._timeout_s):
                 response = await self._client.request(method, self._base + where, json=body)
         except (httpx.TimeoutException, TimeoutError) as error:
-            kind = "no connection" if isinstance(error, httpx.ConnectTimeout) else "no answer"
-            raise UnavailableError(
-                f"{where}: {kind} in time",
-                may_be_the_question=not isinstance(error, httpx.ConnectTimeout),
-            ) from error
+            raise _timed_out(where, error) from error
         except httpx.HTTPError as error:
-            raise UnavailableError(
-                f"{where}: {type(error).__name__}: {self._shown(str(error))}",
-                may_be_the_question=not isinstance(error, httpx.ConnectError),
-            ) from error
-        if response.status_code == 200:
-            return response
+            raise self._broken(where, error) from error
+        if response.status_code != 200:
+            self._refuse(where, response)
+        return response
+
+    def _broken(self, where: str, error: httpx.HTTPError) -> UnavailableError:
+        return UnavailableError(
+            f"{where}: {type(error).__name__}: {self._shown(str(error))}",
+            may_be_the_question=not isinstance(error, httpx.ConnectError),
+        )
+
+    def _refuse(self, where: str, response: httpx.Response) -> NoReturn:
+        """Raise what the status of a reply that has been read means."""
         message = f"{where}: HTTP {response.status_code}: {self._shown(_words(response))}"
         if response.status_code in _REFUSALS:
             raise RefusedError(message, status=response.status_code)
@@ -116,6 +148,22 @@ class Server:
             retry_after_s=_retry_after(response.headers.get("Retry-After", "")),
             may_be_the_question=response.status_code >= 500 and response.status_code != 503,
         )
+
+    def _parse_event(self, where: str, data: str) -> dict[str, Any]:
+        try:
+            value = json.loads(data)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UnavailableError(
+                f"{where}: {len(data)} characters of the stream are no JSON object",
+                may_be_the_question=True,
+            )
+        if "error" in value:
+            raise UnavailableError(
+                f"{where}: {self._shown(_said(value))}", may_be_the_question=True
+            )
+        return value
 
     def _parse(self, where: str, response: httpx.Response) -> dict[str, Any]:
         try:
@@ -139,6 +187,12 @@ class Server:
         return shown(text.replace(self._api_key, "***") if self._api_key else text)
 
 
+def _timed_out(where: str, error: Exception) -> UnavailableError:
+    is_connecting = isinstance(error, httpx.ConnectTimeout)
+    kind = "no connection" if is_connecting else "no answer"
+    return UnavailableError(f"{where}: {kind} in time", may_be_the_question=not is_connecting)
+
+
 def shown(text: str) -> str:
     """A server's words, shortened to one line of what can be printed and written."""
     text = " ".join(text.split())
@@ -152,6 +206,10 @@ def _words(response: httpx.Response) -> str:
         value = json.loads(response.content)
     except ValueError:
         return response.text
+    return _said(value)
+
+
+def _said(value: Any) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(value, dict) and key in value:
             value = value[key]

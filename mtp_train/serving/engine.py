@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mtp_train.answering import read_api_key
 from mtp_train.config import Config
 from mtp_train.serving.job import Served, ServingJob
 from mtp_train.serving.process import find_python, serve_in_process
@@ -23,8 +24,9 @@ def open_engine(config: Config) -> Callable[[ServingJob], Served]:
     if engine.kind == "none":
         raise ValueError("engine.kind=none: no serving engine; say which, as in engine=vllm")
     if engine.url:
-        describe_server(engine.url)
-        return partial(serve_at_url, url=engine.url, timeout_s=engine.timeout_s)
+        key = read_api_key(engine.api_key_env, "engine.api_key_env")
+        describe_server(engine.url, api_key=key)
+        return partial(serve_at_url, url=engine.url, api_key=key, timeout_s=engine.timeout_s)
     python = find_python(engine.python)
     arguments = {name: parse_argument(text) for name, text in engine.args}
 
@@ -43,9 +45,11 @@ def open_engine(config: Config) -> Callable[[ServingJob], Served]:
 
 def served_lengths(config: Config) -> tuple[int, ...]:
     """The K that are served: those of ``engine.k``, or the one of a server that runs."""
-    if not config.engine.url:
-        return tuple(dict.fromkeys(config.engine.k))
-    return (describe_server(config.engine.url).k,)
+    engine = config.engine
+    if not engine.url:
+        return tuple(dict.fromkeys(engine.k))
+    key = read_api_key(engine.api_key_env, "engine.api_key_env")
+    return (describe_server(engine.url, api_key=key).k,)
 
 
 def parse_argument(text: str) -> Any:

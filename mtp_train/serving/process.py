@@ -67,12 +67,12 @@ def serve_in_process(
         job_file.write_text(json.dumps(job_content(job, layout, llm_args or {})))
         code = _run(
             [str(python), str(worker), str(job_file), str(result_file)],
-            environment=_environment(num_threads),
+            environment=engine_environment(num_threads),
             log_file=own_log,
             timeout_s=timeout_s,
         )
         if not result_file.is_file():
-            raise ServingError("load", f"{python}: ended with {code}: {_tail(own_log)}")
+            raise ServingError("load", f"{python}: ended with {code}: {tail(own_log)}")
         return read_result(read_json(result_file), job)
 
 
@@ -142,7 +142,7 @@ def _read_prompt(record: Mapping[str, Any], k: int) -> ServedPrompt:
     )
 
 
-def _environment(num_threads: int) -> dict[str, str]:
+def engine_environment(num_threads: int) -> dict[str, str]:
     """Ours, without what is meant for our own interpreter."""
     environment = {
         name: value
@@ -171,20 +171,20 @@ def _run(
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ServingError(
-                "decode", f"not done after engine.timeout_s={timeout_s:g}: {_tail(log_file)}"
+                "decode", f"not done after engine.timeout_s={timeout_s:g}: {tail(log_file)}"
             ) from error
         finally:
-            _end_group(process)
+            end_group(process)
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """End what is left of the engine's processes (its workers outlive it when it is killed)."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _tail(log_file: Path) -> str:
+def tail(log_file: Path) -> str:
     """The last lines that the engine printed."""
     lines = log_file.read_text(errors="replace").strip().splitlines()
     return "\n".join(lines[-_TAIL_LINES:]) or "it printed nothing"

@@ -56,26 +56,30 @@ class Counters:
     tokens: int
 
 
-def describe_server(url: str, *, timeout_s: float = _DESCRIBE_S) -> ServerFacts:
+def describe_server(url: str, *, api_key: str = "", timeout_s: float = _DESCRIBE_S) -> ServerFacts:
     """Ask ``url`` (with or without ``/v1``) what it is. Raises :class:`ServingError`."""
-    return _run(url, timeout_s, lambda server: _describe(server, timeout_s))
+    return _run(url, api_key, timeout_s, lambda server: _describe(server, timeout_s))
 
 
-def serve_at_url(job: ServingJob, *, url: str, timeout_s: float = 600.0) -> Served:
+def serve_at_url(
+    job: ServingJob, *, url: str, api_key: str = "", timeout_s: float = 600.0
+) -> Served:
     """Have the server at ``url`` decode the job's prompts, one at a time.
 
     What it serves is the server's business: ``job`` says what it is held to be. Raises
     :class:`ServingError` when it speculates with another K, answers without token ids, is too
     short for a prompt, or is used by somebody else meanwhile.
     """
-    return _run(url, timeout_s, lambda server: _serve(job, server))
+    return _run(url, api_key, timeout_s, lambda server: _serve(job, server))
 
 
-def _run(url: str, timeout_s: float, work: Callable[[Server], Coroutine[Any, Any, T]]) -> T:
+def _run(
+    url: str, api_key: str, timeout_s: float, work: Callable[[Server], Coroutine[Any, Any, T]]
+) -> T:
     """What ``work`` finds out over connections of its own."""
 
     async def run() -> T:
-        server = Server(url, timeout_s=timeout_s)
+        server = Server(url, api_key=api_key, timeout_s=timeout_s)
         try:
             return await work(server)
         except RefusedError as error:

@@ -187,7 +187,7 @@ def load_prompts(config: Config, subject: Subject) -> dict[str, list[tuple[int, 
 def engine_inputs(config: Config, directory: Path, *, device: torch.device) -> dict[str, Any]:
     """Everything the figures depend on, by content where it is a file."""
     engine = asdict(config.engine)
-    del engine["timeout_s"]
+    del engine["timeout_s"], engine["api_key_env"]
     engine |= {"args": dict(config.engine.args), "k": list(engine["k"])}
     record = ExportRecord.read(directory / EXPORT_NAME)
     return {
