@@ -153,7 +153,7 @@ class FeaturesConfig:
     """
 
     path: str = ""
-    source: Literal["runtime", "huggingface"] = "runtime"
+    source: Literal["runtime", "huggingface", "vllm"] = "runtime"
     codec: Codec = "bf16"
     shard_tokens: int = 65536
     max_batch_tokens: int = 2048

@@ -40,6 +40,7 @@ from mtp_train.features.target import (
     target_directory,
 )
 from mtp_train.features.token_rows import SampleTokens, TokenRows
+from mtp_train.features.vllm_source import check_vllm_source
 from mtp_train.features.workbench import Workbench, load_workbench
 from mtp_train.features.writer import (
     FeatureWriter,
@@ -108,6 +109,8 @@ def run(
     :class:`~mtp_train.features.writer.NonFiniteError` when the states cannot be trusted.
     """
     mesh = _split(group, config.features.tensor_parallel)
+    if config.features.source == "vllm":
+        check_vllm_source(config, world_size=group.world_size)
     directory = run_on_leader(group, lambda: target_directory(config.target))
     with contextlib.ExitStack() as stack:
         splits = run_on_leader(group, lambda: _open_stores(config, directory, group.device, stack))
@@ -123,6 +126,7 @@ def run(
             bench = load_workbench(
                 config, directory, group=group, max_len=longest, tensor_group=mesh.tensor
             )
+            stack.callback(bench.source.close)
         reports = []
         for split in splits:
             started = time.perf_counter()

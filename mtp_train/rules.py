@@ -239,7 +239,8 @@ def _check_features(config: Config) -> None:
     if width > 1 and source != "runtime":
         raise ConfigError(
             f"features.tensor_parallel={width} with features.source={source}: only the runtime "
-            "spreads a target over ranks; set features.source=runtime"
+            "spreads a target over ranks; set features.source=runtime (vllm: "
+            "+engine.args.tensor_parallel_size)"
         )
 
 

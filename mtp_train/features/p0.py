@@ -50,14 +50,20 @@ class P0Error(StageRefusedError):
 
 @dataclass(frozen=True)
 class Window:
-    """The last rows of one sequence: row ``i`` in ``start .. T-2`` predicts token ``i + 1``."""
+    """The last rows of one sequence, or of a prefix of it: row ``i`` in ``start .. T-2`` predicts
+    token ``i + 1``.
+    """
 
     token_ids: tuple[int, ...]
     start: int
 
     @property
+    def stop(self) -> int:
+        return len(self.token_ids) - 1
+
+    @property
     def num_rows(self) -> int:
-        return len(self.token_ids) - 1 - self.start
+        return self.stop - self.start
 
 
 class LogitsReference(ABC):
@@ -149,8 +155,11 @@ class P0Check:
         max_logprob_gap: float,
         max_kl: float,
         layer_ids: Sequence[int] = (),
+        num_first_rows: int = 0,
     ) -> None:
-        """``layer_ids`` of the samples' residual streams, which only a Hugging Face reference sees
+        """``num_first_rows`` of each sample are compared beside its last ones.
+
+        ``layer_ids`` of the samples' residual streams, which only a Hugging Face reference sees
         (:mod:`mtp_train.features.p0_layers`); without one that is logged.
         """
         self._source = source
@@ -161,6 +170,7 @@ class P0Check:
         self._max_logprob_gap = max_logprob_gap
         self._max_kl = max_kl
         self._layer_ids = tuple(layer_ids)
+        self._num_first_rows = num_first_rows
         if self._layer_ids and self._find_hugging_face() is None:
             logger.warning(
                 "P0: residual streams %s are not compared with anything, features.p0_references "
@@ -180,14 +190,13 @@ class P0Check:
 
     def measure(self, samples: Sequence[FeatureSample]) -> P0Figures:
         """The figures for a sample of ``samples``, spread evenly over their lengths."""
-        chosen = spread_by_length(samples, self._num_samples)
-        windows = [
-            Window(ids, max(0, len(ids) - 1 - self._num_rows))
-            for ids in (tuple(sample.input_ids.tolist()) for sample in chosen)
-        ]
+        sampled = spread_by_length(samples, self._num_samples)
+        pairs = [(sample, window) for sample in sampled for window in self._windows(sample)]
+        chosen = [sample for sample, _ in pairs]
+        windows = [window for _, window in pairs]
         taken_M = _cat([w.token_ids[w.start + 1 :] for w in windows])
         hidden_MD = torch.cat(
-            [s.hidden[w.start : -1] for s, w in zip(chosen, windows, strict=True)]
+            [s.hidden[w.start : w.stop] for s, w in pairs]
             or [torch.empty(0, samples[0].hidden.shape[1], dtype=samples[0].hidden.dtype)]
         )
         ours_MV = self._log_probs(hidden_MD)
@@ -204,13 +213,20 @@ class P0Check:
                     _compare(DECODE_ERROR, theirs[DECODE], theirs[HUGGINGFACE], taken_M)
                 )
         return P0Figures(
-            num_samples=len(chosen),
+            num_samples=len(sampled),
             num_rows=len(taken_M),
             dtype=str(hidden_MD.dtype).removeprefix("torch."),
             comparisons=tuple(comparisons),
             codec_mean_kl=self._measure_codec(samples),
             layers=self._compare_layers(chosen, windows),
         )
+
+    def _windows(self, sample: FeatureSample) -> list[Window]:
+        """The last rows, and the first ones where they are wanted; no row twice."""
+        ids = tuple(sample.input_ids.tolist())
+        last = Window(ids, max(0, len(ids) - 1 - self._num_rows))
+        count = min(self._num_first_rows, last.start)
+        return [Window(ids[: count + 1], 0), last] if count else [last]
 
     def _find_hugging_face(self) -> HuggingFaceReference | None:
         return next((r for r in self._references if isinstance(r, HuggingFaceReference)), None)
@@ -224,7 +240,7 @@ class P0Check:
         rows = []
         for sample, window in zip(samples, windows, strict=True):
             assert sample.layers is not None, "the writer takes no sample without them"
-            rows.append(sample.layers[window.start : -1].cpu())
+            rows.append(sample.layers[window.start : window.stop].cpu())
         return compare_layers(
             reference.source,
             [window.token_ids for window in windows],

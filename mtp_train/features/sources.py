@@ -1,6 +1,7 @@
-"""Where hidden states come from: our runtime, or Hugging Face in the same dtype.
+"""Where hidden states come from: our runtime, Hugging Face in the same dtype, or vLLM
+(:mod:`mtp_train.features.vllm_source`).
 
-Both give ``g``, the target's hidden state *after* its final norm, one row per token, and the
+All give ``g``, the target's hidden state *after* its final norm, one row per token, and the
 logits of such rows; with ``layer_ids`` the residual streams ``S_k`` of these too. Shape legend: B
 sequences, T tokens, M selected rows, D model width, E = len(layer_ids) * D, V vocabulary.
 """
@@ -36,6 +37,9 @@ class FeatureSource(ABC):
     @abstractmethod
     def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Logits ``[M, V]`` fp32 of rows in the source's dtype, on any device."""
+
+    def close(self) -> None:  # noqa: B027  most own nothing
+        """End what the source has started."""
 
 
 class RuntimeSource(FeatureSource):

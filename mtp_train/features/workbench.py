@@ -19,6 +19,7 @@ from mtp_train.features.sources import (
     load_hugging_face,
 )
 from mtp_train.features.target import cache_directory, read_shape, target_dtype
+from mtp_train.features.vllm_source import open_vllm_source
 from mtp_train.layer_ids import choose_layer_ids
 from runtime.cpu import set_threads
 from runtime.models.base import Model
@@ -111,6 +112,10 @@ def load_workbench(
         assert model is not None, "the runtime source loads the runtime's model"
         source = RuntimeSource(model, max_batch_tokens=features.max_batch_tokens, max_len=max_len)
         team = source.engine.team
+    elif features.source == "vllm":
+        source = open_vllm_source(
+            config, directory, device=device, max_len=max_len, layer_ids=layer_ids
+        )
     else:
         source = hugging_face(dtype)
     references: list[LogitsReference] = []
@@ -128,5 +133,7 @@ def load_workbench(
         max_logprob_gap=features.p0_max_logprob_gap,
         max_kl=features.p0_max_kl,
         layer_ids=layer_ids,
+        # Rows of a prefix that a foreign engine had cached would be wrong at the beginning.
+        num_first_rows=features.p0_rows_per_sample if features.source == "vllm" else 0,
     )
     return Workbench(source, check)
