@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mtp_train.config import Config
+from mtp_train.export.layouts.base import TARGET_EMBEDDING, TARGET_LM_HEAD
 from mtp_train.features.sources import FeatureSource, batches_by_length
 from mtp_train.features.target import read_shape, target_dtype
 from mtp_train.serving.engine import parse_argument
@@ -23,11 +24,7 @@ from runtime.models.config import load_config
 from runtime.models.loader import Checkpoint
 from runtime.request import HiddenRows
 
-_FINAL_NORM, _LM_HEAD, _EMBEDDING = (
-    "model.norm.weight",
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-)
+_FINAL_NORM = "model.norm.weight"
 _ROOM = 2  # the token that vLLM samples behind a row, and its draft
 
 
@@ -37,7 +34,7 @@ class TargetOutput:
     def __init__(self, directory: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         config = load_config(directory)
         checkpoint = Checkpoint.of(directory, config)
-        head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
+        head = TARGET_EMBEDDING if config.tie_word_embeddings else TARGET_LM_HEAD
         weight = checkpoint.read_stored(_FINAL_NORM)
         self._norm_D = (weight + 1 if config.norm_form == "1+w" else weight).to(device, dtype)
         self._head_VD = checkpoint.read_stored(head).to(device, dtype)
@@ -107,8 +104,8 @@ def check_vllm_source(config: Config, *, world_size: int) -> None:
         )
     if world_size > 1:
         raise ValueError(
-            f"features.source=vllm with {world_size} ranks: one asks, and vLLM itself is spread, as "
-            "in +engine.args.tensor_parallel_size=2; start mtp precompute without torchrun"
+            f"features.source=vllm with {world_size} ranks: one asks, and vLLM itself is spread, "
+            "as in +engine.args.tensor_parallel_size=2; start mtp precompute without torchrun"
         )
     find_python(config.engine.python)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import signal
 import subprocess
 import tempfile
 import threading
@@ -165,7 +166,9 @@ class StatesProcess:
                 stage, f"no answer after engine.timeout_s={self._timeout_s:g}: {self._tail()}"
             ) from None
         if not line:
-            raise ServingError(stage, f"vLLM ended: {self._tail()}")
+            code = self._process.wait()
+            hint = ", killed, perhaps for its memory" if code == -signal.SIGKILL else ""
+            raise ServingError(stage, f"vLLM ended with {code}{hint}: {self._tail()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             error = answer["error"]

@@ -1,0 +1,1 @@
+"""Only looked for."""
