@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mtp_train import app, cli
+from mtp_train.bench.command import take_lists
 from mtp_train.config import Config
 from mtp_train.errors import StageRefusedError
 from mtp_train.settings import load_config
@@ -96,6 +97,8 @@ def test_every_example_of_the_help_is_a_valid_configuration(
             typed = TYPED[name].split()
             assert words[: 1 + len(typed)] == ["mtp", *typed]
         arguments = [re.sub(r"^(trainer\.learning_rate=[^,]+),.*", r"\1", a) for a in arguments]
+        if name == "bench":
+            _, arguments = take_lists(lambda config: 0, arguments)
         compose(name, expand_shorthands(name, arguments))
 
 
