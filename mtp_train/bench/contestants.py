@@ -56,6 +56,10 @@ def find_contestants(config: Config, load: Load) -> list[Contestant]:
         found = []
         for name, url in zip(names, settings.url, strict=True):
             facts = find_out(url, load)
+            if name == NONE and facts.k:
+                raise ValueError(
+                    f"bench.heads calls {url} {NONE}, but by its metrics it drafts K={facts.k}"
+                )
             found.append(Contestant(name, facts.k, url=url))
         _refuse_same_names(found)
         return found

@@ -56,6 +56,8 @@ def serve_stream(manner: StreamManner) -> Iterator[StreamingServer]:
         def do_GET(self) -> None:
             if is_dead():
                 return self.hang_up()
+            if manner.api_key and self.headers.get("Authorization") != f"Bearer {manner.api_key}":
+                return self.reply(401, {"error": {"message": "bad key"}})
             if self.path == "/v1/models":
                 return self.reply(200, {"data": [{"id": name} for name in manner.models]})
             if self.path == "/version":

@@ -19,7 +19,8 @@ from mtp_train.bench.facts import Contestant, Question
 from mtp_train.bench.load import Load, find_out, measure
 from mtp_train.bench.prompts import load_questions
 from mtp_train.bench.run import run_rounds
-from mtp_train.config import BenchConfig, Config, RunConfig, TargetConfig
+from mtp_train.config import BenchConfig, Config, RunConfig, ServingConfig, TargetConfig
+from mtp_train.serving.engine import open_engine, served_lengths
 from mtp_train.serving.job import DraftCounts, ServingError, vllm_layout
 from mtp_train.serving.launch import ServerPlan, takes_speculative_option
 from tests.serving.streaming_server import StreamManner, serve_stream
@@ -149,6 +150,26 @@ def test_a_model_that_is_not_served_is_named(
 def test_nobody_at_the_address_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ServingError, match=r"url=http://127.0.0.1:9/v1: .*ConnectError"):
         run_bench(make_config(tmp_path, url=("http://127.0.0.1:9/v1",)))
+
+
+def test_plain_decoding_that_drafts_is_refused(tmp_path: Path) -> None:
+    with serve_stream(StreamManner(k=2)) as server:
+        config = make_config(tmp_path, url=(server.url,), heads=("none",))
+        with pytest.raises(ValueError, match="it drafts K=2"):
+            run_bench(config)
+
+
+def test_the_key_of_a_served_engine_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sesame")
+    with serve_stream(StreamManner(k=2, api_key="sesame")) as server:
+        engine = ServingConfig(kind="vllm", url=server.url, api_key_env="MY_KEY")
+        config = replace(make_config(tmp_path), engine=engine)
+        assert served_lengths(config) == (2,)
+        open_engine(config)
+        with pytest.raises(ServingError, match="HTTP 401"):
+            open_engine(replace(config, engine=replace(engine, api_key_env="")))
 
 
 def test_a_bench_of_two_servers_is_recorded_and_shown(
