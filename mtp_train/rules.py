@@ -124,6 +124,7 @@ RANGES: tuple[Rule, ...] = (
         lambda value: 0 <= value < 1,
         "must be a share: 0 <= value < 1",
     ),
+    (("bench.min_equal",), lambda value: 0 <= value <= 1, "must be a share: 0 <= value <= 1"),
 )
 
 _EVALUATION_SETS = tuple(name for name, entry in BUILTIN_SETS.items() if entry.evaluation_only)
@@ -223,8 +224,6 @@ def _check_bench(config: Config) -> None:
         values = getattr(settings, name)
         if not values or min(values) < 1:
             raise ConfigError(f"bench.{name}={list(values)}: name numbers from 1")
-    if not 0 <= settings.min_equal <= 1:
-        raise ConfigError(f"bench.min_equal={settings.min_equal}: a share, from 0 to 1")
     if not settings.prompts:
         raise ConfigError("bench.prompts=[]: name evaluation sets, or files with prompts")
 

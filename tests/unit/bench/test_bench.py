@@ -20,6 +20,7 @@ from mtp_train.bench.load import Load, find_out, measure
 from mtp_train.bench.prompts import load_questions
 from mtp_train.bench.run import run_rounds
 from mtp_train.config import BenchConfig, Config, RunConfig, ServingConfig, TargetConfig
+from mtp_train.rules import check_config
 from mtp_train.serving.engine import open_engine, served_lengths
 from mtp_train.serving.job import DraftCounts, ServingError, vllm_layout
 from mtp_train.serving.launch import ServerPlan, takes_speculative_option
@@ -362,3 +363,33 @@ def test_an_option_is_looked_up_in_the_installed_engine(tmp_path: Path) -> None:
     assert takes_speculative_option(python, "its_option")
     assert not takes_speculative_option(python, "another")
     assert not takes_speculative_option(tmp_path / "nowhere", "its_option")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"url": ("localhost",)}, "bench.url='localhost': expected an address"),
+        ({"url": ("http://a", "http://b"), "heads": ("x",)}, "name what each server serves"),
+        ({"k": (0,)}, r"bench.k=\[0\]: name numbers from 1"),
+        ({"concurrency": ()}, r"bench.concurrency=\[\]: name numbers"),
+        ({"concurrency": (4, 4)}, "each may be named once"),
+        ({"prompts": ()}, r"bench.prompts=\[\]"),
+        ({"min_equal": 1.5}, "bench.min_equal=1.5: must be a share"),
+        ({"rounds": 0}, "bench.rounds=0: must be at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_config(make_config(tmp_path, **settings))
+
+
+def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    load = make_load(config)
+    with pytest.raises(ValueError, match=r"neither bench.url nor engine.python"):
+        find_contestants(config, load)
+    config = replace(config, engine=ServingConfig(python="python3"))
+    with pytest.raises(ValueError, match=r"bench.heads=\[\]: name none and exported"):
+        find_contestants(config, load)

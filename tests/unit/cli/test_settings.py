@@ -452,7 +452,7 @@ def _dig(raw: Any, key: str) -> Any:
         ),
         ({"kind": "vllm", "url": "localhost:80"}, r"^engine\.url='localhost:80': expected an addr"),
         ({"kind": "vllm", "url": "http://a:b@c"}, r"^engine\.url: no user, password or query"),
-        ({"url": "http://a:b@c"}, r"^engine\.url: no user, password or query in the address$"),
+        ({"url": "http://a:b@c"}, r"^engine\.url: no user, password or query in the address; put"),
         ({"kind": "vllm", "python": "p", "k": [0]}, r"^engine\.k=\[0\]: name numbers"),
         ({"kind": "vllm", "python": "p", "sets": ["x"]}, r"^engine\.sets: x is unknown; allowed"),
         ({"kind": "vllm", "python": "p", "sets": []}, r"^engine\.sets=\[\]: name at least one"),
