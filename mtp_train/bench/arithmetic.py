@@ -120,8 +120,8 @@ def judge_columns(cells: Sequence[Cell], runs: Sequence[CellRun]) -> list[Column
 
 
 def is_loss(cell: Cell) -> bool:
-    """Slower than plain decoding, whether or not the interval leaves a doubt."""
-    return cell.speed_up is not None and cell.speed_up.value < 1
+    """Measured to its end, and slower than plain decoding; the interval may leave a doubt."""
+    return cell.speed_up is not None and cell.speed_up.value < 1 and not cell.excluded
 
 
 def paired_ratio(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from mtp_train.bench.arithmetic import is_loss
 from mtp_train.bench.facts import Cell, CellRun, Column, Estimate, Spread
 from mtp_train.bench.schedule import Schedule
 from mtp_train.console import make_table
@@ -28,7 +29,7 @@ def winners_table(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
         ("", *heads),
         rows,
         caption="WINS: fastest (wins?: within its interval of the next). slower: than plain "
-        "decoding (slower?: within its interval). [low, high]: 95 %, paired by round",
+        "decoding (slower?: within its interval). \\[low, high]: 95 %, paired by round",
     )
 
 
@@ -44,19 +45,20 @@ def details_table(cells: Sequence[Cell]) -> Table:
             "n/a" if cell.tau is None else f"{cell.tau:.2f}",
             " ".join(f"{rate:.2f}" for rate in cell.acceptance) or "n/a",
             "n/a" if cell.equal_texts is None else f"{cell.equal_texts:.0%}",
-            f"{cell.num_failed} of {cell.num_requests}",
+            f"{cell.num_failed}/{cell.num_requests}",
         )
         for cell in cells
     ]
     return make_table(
-        "latency in ms (median / 95th percentile), drafts, answers",
+        "latency in ms (median/95th percentile), drafts, answers",
         (
-            *("", "at once", "ITL", "per token", "TTFT", "τ", "acceptance by position"),
-            *("texts as plain", "failed"),
+            *("", "at once", "ITL", "per token", "TTFT", "τ", "accepted"),
+            *("equal", "failed"),
         ),
         rows,
         caption="ITL: between what arrives at once; per token: of an answer behind its first one. "
-        "texts as plain: of plain decoding, those of its other rounds",
+        "accepted: share of drafts past each position; equal: texts as plain decoding's, of plain "
+        "decoding as those of its other rounds",
     )
 
 
@@ -74,7 +76,8 @@ def note_lines(
     for cell in cells:
         if cell.excluded:
             lines.append(
-                f"{cell.contestant}, {cell.concurrency} at once, cannot win: {cell.excluded}"
+                f"{cell.contestant}, {cell.concurrency} at once, cannot win: "
+                f"{cell.excluded.splitlines()[0]}"
             )
     for column in columns:
         if column.losses:
@@ -82,7 +85,10 @@ def note_lines(
                 f"{column.concurrency} at once: slower than plain decoding: "
                 f"{', '.join(column.losses)}"
             )
-    lines += [f"{name} FAILED: {reason}" for name, reason in failed.items()]
+    lines += [
+        f"{name} FAILED: {reason.splitlines()[0]} (all of it in the record)"
+        for name, reason in failed.items()
+    ]
     return lines
 
 
@@ -138,7 +144,7 @@ def _rate_text(cell: Cell | None, column: Column) -> str:
     marks = []
     if cell.contestant == column.winner:
         marks.append("WINS" if column.is_clear else "wins?")
-    if cell.speed_up is not None and cell.speed_up.value < 1:
+    if is_loss(cell) and cell.speed_up is not None:
         marks.append("slower" if cell.speed_up.is_below_one else "slower?")
     if cell.excluded:
         marks.append("excluded")
@@ -152,4 +158,4 @@ def _estimate_text(estimate: Estimate) -> str:
 
 
 def _spread_text(spread: Spread | None) -> str:
-    return "n/a" if spread is None else f"{spread.p50 * 1000:.0f} / {spread.p95 * 1000:.0f}"
+    return "n/a" if spread is None else f"{spread.p50 * 1000:.0f}/{spread.p95 * 1000:.0f}"
