@@ -18,6 +18,7 @@ from mtp_train.serving.engine import parse_argument
 from mtp_train.serving.job import EngineLayout, ServingError, vllm_layout
 from mtp_train.serving.launch import ServerPlan, start_server
 from mtp_train.serving.process import find_python
+from mtp_train.serving.target_scope import vllm_layout_for
 from runtime.head_spec import CONFIG_NAME
 
 
@@ -110,34 +111,41 @@ def make_plan(contestant: Contestant, config: Config) -> ServerPlan:
     if not config.target.path:
         raise ValueError("target.path: not set; name the model that the heads draft for")
     head = contestant.directory
+    target = target_directory(config.target).resolve()
     return ServerPlan(
         python=find_python(config.engine.python),
-        target=target_directory(config.target).resolve(),
+        target=target,
         dtype=_dtype(config),
         k=contestant.k or 0,
         head=head.resolve() if head else None,
-        layout=read_head_layout(head) if head else None,
+        layout=vllm_layout_for(read_head_format(head), target) if head else None,
         num_threads=config.runtime.num_threads,
         args={name: parse_argument(text) for name, text in config.engine.args},
     )
 
 
 def read_head_layout(directory: Path) -> EngineLayout:
-    """How vLLM is told about the head in ``directory``: one of ours, or one in a layout that its
-    ``config.json`` shows. Raises ``ValueError``; a native directory has to be exported first.
+    """How vLLM is told about the head in ``directory`` beside a plain target."""
+    return vllm_layout(read_head_format(directory))
+
+
+def read_head_format(directory: Path) -> str:
+    """The layout of the head in ``directory``: one of ours, or one that its ``config.json`` shows.
+
+    Raises ``ValueError``; a native directory has to be exported first.
     """
     config_file = directory / CONFIG_NAME
     if not config_file.is_file():
         raise ValueError(f"bench.heads: {directory}: no such directory, or it has no {CONFIG_NAME}")
     if (directory / EXPORT_NAME).is_file():
-        return vllm_layout(ExportRecord.read(directory / EXPORT_NAME).format)
+        return ExportRecord.read(directory / EXPORT_NAME).format
     raw = read_json(config_file)
     architectures = [str(name).lower() for name in raw.get("architectures") or []]
     if "speculators_model_type" in raw:
-        return vllm_layout("speculators")
+        return "speculators"
     for word, format in (("eagle3", "eagle3"), ("mtp", "mimo"), ("eagle", "eagle")):
         if any(word in name for name in architectures):
-            return vllm_layout(format)
+            return format
     if not architectures and "kind" in raw:
         raise ValueError(
             f"bench.heads: {directory} is a native head, which no engine loads; run `mtp export` "
