@@ -65,7 +65,7 @@ class HeadConfig:
     # all but the first as published: little is open
     kind: Literal["mtp", "eagle", "eagle3", "medusa"] = "mtp"
     num_layers: Literal[0, 1, 2] = 1  # decoder layers behind the projection; 0: medusa
-    # mtp: biases and head norms as in the target's layers, or a plain Llama layer
+    # mtp: attention and MLP of the kind of the target's last layer, or a plain Llama layer
     decoder: Literal["target", "llama"] = "target"
     # random, target_norm, last_layer, zero (medusa), or a native head directory to go on from
     init: str = "random"

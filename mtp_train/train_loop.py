@@ -131,7 +131,7 @@ class Trainer:
             config.trainer.attention,
             device=group.device,
             dtype=self._dtype,
-            head_dim=inputs.spec.head_dim,
+            head_dim=inputs.spec.attention_width,
         )
         self._sampler = None
         if inputs.kept_ids is not None and config.loss.logit_weight:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from runtime.files import replace_atomic, write_atomic
-from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts, layer_shapes
 
 SPEC_VERSION = 4  # 2: projection_bias; 3: EAGLE-3; 4: Medusa
 CONFIG_NAME = "config.json"
@@ -181,6 +181,8 @@ class HeadSpec:
     num_blocks: int = 0  # residual blocks of Medusa, one per drafted token
     block: Literal["llama"] = "llama"
     layer_parts: LayerParts = PLAIN_LAYER  # biases and head norms of the decoder layers
+    latent: LatentSpec | None = None  # in the place of grouped attention: kind=mtp only
+    experts: ExpertSpec | None = None  # in the place of a dense MLP: kind=mtp only
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     hidden_source: Literal["g", "layers"] = "g"
     layer_ids: tuple[int, ...] = ()  # k of S_k, the residual stream after k of the target's layers
@@ -212,6 +214,7 @@ class HeadSpec:
             raise ValueError(f"head num_layers={self.num_layers}: must be 1 or 2")
         self._check_blocks()
         self._check_sources()
+        self._check_sparse()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"head num_heads={self.num_heads}: must be a multiple of "
@@ -236,6 +239,25 @@ class HeadSpec:
             raise ValueError(
                 f"head num_blocks={self.num_blocks}: only kind=medusa has that, not "
                 f"kind={self.kind}"
+            )
+
+    def _check_sparse(self) -> None:
+        for name in ("latent", "experts"):
+            if getattr(self, name) is not None and self.kind != "mtp":
+                raise ValueError(f"head {name} is set: only kind=mtp has that, not {self.kind}")
+        if self.experts is not None and self.experts.dense_layers:
+            raise ValueError(
+                f"head experts.dense_layers={sorted(self.experts.dense_layers)}: all layers of a "
+                "head are of one kind"
+            )
+        if self.latent is not None and self.norm_form != "w":
+            raise ValueError(
+                f"head norm_form={self.norm_form!r}: the norms of latent attention are plain, w"
+            )
+        if self.latent is not None and self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"head num_kv_heads={self.num_kv_heads}: with latent attention every query head "
+                f"has keys of its own, num_kv_heads={self.num_heads}"
             )
 
     def _check_sources(self) -> None:
@@ -277,6 +299,20 @@ class HeadSpec:
     @property
     def draft_vocab_size(self) -> int:
         return self.draft_vocab.size if self.draft_vocab else self.vocab_size
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated elements of a query or key head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of a head that attention in training multiplies: keys and values of latent
+        attention are expanded there, and filled up to one width.
+        """
+        if self.latent is None:
+            return self.head_dim
+        return max(self.latent.query_dim, self.latent.value_dim)
 
     @property
     def reads_layers(self) -> bool:
@@ -339,6 +375,8 @@ class HeadSpec:
             inputs=inputs,
             has_input_norm=has_input_norm,
             has_post_attention_norm=self.norms.post_attention,
+            latent=self.latent,
+            experts=self.experts,
         )
         return {layer_prefix(index) + name: shape for name, shape in shapes.items()}
 
@@ -349,7 +387,10 @@ class HeadSpec:
             del raw["rope"]["yarn"]
         if self.layer_parts == PLAIN_LAYER:
             del raw["layer_parts"]
-        return json.dumps(raw, indent=2, sort_keys=True) + "\n"
+        for name in ("latent", "experts"):
+            if raw[name] is None:
+                del raw[name]
+        return json.dumps(raw, indent=2, sort_keys=True, default=sorted) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
@@ -366,7 +407,8 @@ class HeadSpec:
                 raw = raw | _ADDED[added]
             raw = raw | {"version": SPEC_VERSION}
         if isinstance(raw, dict):
-            raw = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)} | raw
+            left_out = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)}
+            raw = left_out | {"latent": None, "experts": None} | raw
             if isinstance(raw.get("rope"), dict):
                 raw = raw | {"rope": {"yarn": None} | raw["rope"]}
         return _from_mapping(cls, raw, source)
@@ -401,10 +443,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if args and type(None) in args:
         inner = next(a for a in args if a is not type(None))
         return None if value is None else _convert(inner, value, where)
-    if origin is tuple:
+    if origin in (tuple, frozenset):
         if not isinstance(value, list):
             raise ValueError(f"{where}={value!r}: expected a list, got {type(value).__name__}")
-        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
         return _from_mapping(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

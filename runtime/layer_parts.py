@@ -84,7 +84,8 @@ class ExpertSpec:
     """A router and experts, each a gated MLP, of which every token passes ``num_chosen``.
 
     ``num_groups`` and ``num_kept_groups``: experts are chosen within the best groups of
-    neighbouring experts; 1 and 1 without groups. ``dense_layers`` have a plain MLP instead.
+    neighbouring experts; 1 and 1 without groups. ``dense_layers`` of a target have a plain MLP
+    instead; a head's own layers have none.
     """
 
     num_experts: int
@@ -127,9 +128,12 @@ def layer_shapes(
     inputs: int,
     has_input_norm: bool = True,
     has_post_attention_norm: bool = True,
+    latent: LatentSpec | None = None,
+    experts: ExpertSpec | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Names without the layer's prefix -> shapes; linear weights are ``[out, in]``. ``inputs``:
-    columns that query, key and value read.
+    columns that query, key and value read. ``latent`` and ``experts``: where the layer has them in
+    the place of grouped attention and of a dense MLP.
     """
     width, inner = hidden_size, intermediate_size
     q_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
@@ -150,6 +154,12 @@ def layer_shapes(
     if parts.qk_norm:
         shapes["self_attn.q_norm.weight"] = (head_dim,)
         shapes["self_attn.k_norm.weight"] = (head_dim,)
+    if latent is not None:
+        shapes = {name: s for name, s in shapes.items() if not name.startswith("self_attn.")}
+        shapes |= latent.shapes(hidden_size=width, num_heads=num_heads)
+    if experts is not None:
+        shapes = {name: s for name, s in shapes.items() if not name.startswith("mlp.")}
+        shapes |= experts.shapes(hidden_size=width)
     if has_input_norm:
         shapes["input_layernorm.weight"] = (width,)
     if has_post_attention_norm:

@@ -18,7 +18,7 @@ from mtp_train.doctor.facts import Finding, Machine
 from mtp_train.features.codecs import STORED_DTYPES
 from mtp_train.features.estimate import estimate_size
 from mtp_train.features.target import target_directory, target_dtype
-from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
+from mtp_train.heads.init import follows_target, make_head_spec, unknown_draft_vocab
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.plan.facts import count_weights
 from mtp_train.trainer import training_dtype
@@ -97,7 +97,8 @@ def measure_sizes(model: ModelConfig, config: Config, *, dtype: torch.dtype) -> 
     parameters = _count(model.tensor_shapes())
     width = model.hidden_size
     kv_target = model.kv_width * model.num_layers * dtype.itemsize
-    kv_head = 2 * model.kv_dim * config.head.num_layers * dtype.itemsize
+    head_width = model.kv_width if follows_target(config.head) else 2 * model.kv_dim
+    kv_head = head_width * config.head.num_layers * dtype.itemsize
     head_parameters = _count_head(config, model)
     slots = config.runtime.num_pages * config.runtime.page_size
     features = {

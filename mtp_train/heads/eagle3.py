@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mtp_train.heads.mtp import DecoderLayer, MtpHead, RMSNorm
+from mtp_train.heads.mtp import DecoderLayer, MtpHead
+from mtp_train.heads.parts import RMSNorm
 from mtp_train.packing import HeadBatch
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec
 

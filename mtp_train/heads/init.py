@@ -32,7 +32,13 @@ from runtime.head_spec import (
     layer_prefix,
     load_head,
 )
-from runtime.layer_parts import PLAIN_LAYER, LayerParts
+from runtime.layer_parts import (
+    CORRECTION_BIAS,
+    PLAIN_LAYER,
+    ExpertSpec,
+    LatentSpec,
+    LayerParts,
+)
 from runtime.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -60,10 +66,13 @@ def make_head_spec(
     """The spec of a head for ``target``; everything but the user's choices is the target's.
 
     ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over. Raises
-    ``ValueError`` for a head with decoder layers that only a target can have.
+    ``ValueError`` where ``head.init=last_layer`` finds layers of another kind than the head's.
     """
-    _check_plain_layers(config, target)
     parts = head_parts(config, target.layer_parts)
+    follows = follows_target(config)
+    latent, experts = (target.latent, _experts_of_head(target)) if follows else (None, None)
+    if config.init == "last_layer":
+        _check_last_layers(config, target, latent, experts)
     if config.init == "last_layer" and parts != target.layer_parts:
         logger.warning(
             "head.init=last_layer: the target's decoder layers have %s, the head's %s; what is "
@@ -90,6 +99,8 @@ def make_head_spec(
         first_embedding_mask=config.first_embedding_mask,
         projection_bias=config.projection_bias,
         layer_parts=parts,
+        latent=latent,
+        experts=experts,
         norm_form=target.norm_form,
         norms=NormPlacement(**asdict(config.norms)),
         logits_from="pre_norm" if config.kind in ("eagle", "medusa") else "post_norm",
@@ -98,20 +109,36 @@ def make_head_spec(
     )
 
 
-def _check_plain_layers(config: HeadConfig, target: ModelConfig) -> None:
-    """Heads have grouped-query attention and a dense MLP."""
-    kinds = {"latent attention": target.latent, "experts": target.experts}
-    has = " and ".join(kind for kind, spec in kinds.items() if spec is not None)
-    if has and config.kind == "mtp" and config.decoder == "target":
+def _experts_of_head(target: ModelConfig) -> ExpertSpec | None:
+    """Those of the target's last layer, which a head stands behind."""
+    if target.experts is None or not target.has_experts(target.num_layers - 1):
+        return None
+    return replace(target.experts, dense_layers=frozenset())
+
+
+def _check_last_layers(
+    config: HeadConfig,
+    target: ModelConfig,
+    latent: LatentSpec | None,
+    experts: ExpertSpec | None,
+) -> None:
+    """Raise ``ValueError`` unless the layers to be copied have the head's attention and MLP."""
+    for layer in range(target.num_layers - config.num_layers, target.num_layers):
+        own_experts = target.has_experts(layer)
+        if latent == target.latent and own_experts == (experts is not None):
+            continue
+        has = _describe_kind(target.latent is not None, own_experts)
+        ours = _describe_kind(latent is not None, experts is not None)
         raise ValueError(
-            f"head.decoder=target: the decoder layers of {target.architecture} have {has}, a "
-            "head's cannot; use head.decoder=llama"
+            f"head.init=last_layer: layer {layer} of {target.architecture} has {has} and cannot be "
+            f"copied into a head with {ours}; use head.init=target_norm or random, or a head of "
+            "the target's kind (head.kind=mtp, head.decoder=target, head.num_layers=1)"
         )
-    if has and config.init == "last_layer":
-        raise ValueError(
-            f"head.init=last_layer: the last layer of {target.architecture} has {has} and cannot "
-            "be copied into a head; use head.init=target_norm or random"
-        )
+
+
+def _describe_kind(is_latent: bool, has_experts: bool) -> str:
+    attention = "latent" if is_latent else "grouped-query"
+    return f"{attention} attention and {'experts' if has_experts else 'a dense MLP'}"
 
 
 def unknown_draft_vocab(size: int) -> DraftVocab | None:
@@ -123,8 +150,12 @@ def head_parts(config: HeadConfig, target: LayerParts) -> LayerParts:
     """Biases and head norms of the head's decoder layers: the target's, unless
     ``head.decoder=llama``. EAGLE's formats have none.
     """
-    follows = config.kind == "mtp" and config.decoder == "target"
-    return target if follows else PLAIN_LAYER
+    return target if follows_target(config) else PLAIN_LAYER
+
+
+def follows_target(config: HeadConfig) -> bool:
+    """Whether the head's layers are of the target's kind."""
+    return config.kind == "mtp" and config.decoder == "target"
 
 
 def initialise(
@@ -156,7 +187,7 @@ def initialise(
         if name in tensors:
             continue
         if len(shape) == 1:
-            is_zero = spec.norm_form == "1+w" or name.endswith(".bias")
+            is_zero = spec.norm_form == "1+w" or name.endswith((".bias", CORRECTION_BIAS))
             tensors[name] = torch.full(shape, 0.0 if is_zero else 1.0)
             continue
         std = 0.0 if method == "zero" else initializer_range

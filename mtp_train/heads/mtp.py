@@ -1,7 +1,7 @@
 """The differentiable MTP head: the training twin of the inference head with the same HeadSpec.
 
-``eh_proj([enorm(e), hnorm(h)])`` -> one decoder layer or two, a Llama's but for the biases and head
-norms of ``spec.layer_parts`` -> final norm. Embedding and lm_head are the target's, frozen, and
+``eh_proj([enorm(e), hnorm(h)])`` -> one decoder layer or two, with the biases, head norms, latent
+attention and experts of the spec -> final norm. Embedding and lm_head are the target's, frozen, and
 stay outside of this module.
 
 Shape legend: S packed rows, N query rows of one step, H query heads, G key/value heads, C head
@@ -26,81 +26,35 @@ from mtp_train.attention import (
     extend_chain,
 )
 from mtp_train.heads.base import TrainingHead
+from mtp_train.heads.experts import ExpertMlp
+from mtp_train.heads.latent import LatentAttention
+from mtp_train.heads.parts import AttentionInputs, GatedMlp, GroupedAttention, make_norm
 from mtp_train.own_tokens import own_tokens
 from mtp_train.packing import HeadBatch, RowLayout, UnrollStep
 from mtp_train.rows import take_rows
 from mtp_train.sequence_parallel import ALONE, HeadExchange
 from runtime.head_spec import HeadSpec
-from runtime.rope import attention_factor, inverse_frequencies
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm in fp32, rounded before the weight is applied (as transformers does)."""
-
-    def __init__(self, width: int, *, eps: float, one_plus: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps, self.one_plus = eps, one_plus
-        self.weight = nn.Parameter(torch.full((width,), 0.0 if one_plus else 1.0, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        if self.one_plus:
-            return (normed * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * normed.to(x.dtype)
-
-
-class _Attention(nn.Module):
-    """The four projections and the norms of heads. Rotation and softmax happen in
-    :class:`MtpHead`.
-    """
-
-    def __init__(self, spec: HeadSpec, dtype: torch.dtype, *, inputs: int) -> None:
-        super().__init__()
-        parts = spec.layer_parts
-        q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(inputs, q_dim, bias=parts.qkv_bias, dtype=dtype)
-        self.k_proj = nn.Linear(inputs, kv_dim, bias=parts.qkv_bias, dtype=dtype)
-        self.v_proj = nn.Linear(inputs, kv_dim, bias=parts.qkv_bias, dtype=dtype)
-        self.o_proj = nn.Linear(q_dim, spec.hidden_size, bias=parts.out_bias, dtype=dtype)
-        self.q_norm = _norm(spec, parts.qk_norm, dtype, width=spec.head_dim)
-        self.k_norm = _norm(spec, parts.qk_norm, dtype, width=spec.head_dim)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
-        super().__init__()
-        width, inner, bias = spec.hidden_size, spec.intermediate_size, spec.layer_parts.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias, dtype=dtype)
-        self.up_proj = nn.Linear(width, inner, bias=bias, dtype=dtype)
-        self.down_proj = nn.Linear(inner, width, bias=bias, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
 
 
 class DecoderLayer(nn.Module):
     """Norms and linears under their checkpoint names; ``inputs``: columns that q, k and v read."""
 
+    self_attn: AttentionInputs
+
     def __init__(
         self, spec: HeadSpec, dtype: torch.dtype, *, inputs: int, has_input_norm: bool
     ) -> None:
         super().__init__()
-        self.input_layernorm = _norm(spec, has_input_norm, dtype)
-        self.self_attn = _Attention(spec, dtype, inputs=inputs)
-        self.post_attention_layernorm = _norm(spec, spec.norms.post_attention, dtype)
-        self.mlp = _Mlp(spec, dtype)
+        attention = GroupedAttention if spec.latent is None else LatentAttention
+        self.input_layernorm = make_norm(spec, has_input_norm, dtype)
+        self.self_attn = attention(spec, dtype, inputs=inputs)
+        self.post_attention_layernorm = make_norm(spec, spec.norms.post_attention, dtype)
+        self.mlp = ExpertMlp(spec, dtype) if spec.experts is not None else _dense_mlp(spec, dtype)
 
 
-def _norm(
-    spec: HeadSpec, exists: bool, dtype: torch.dtype, *, width: int | None = None
-) -> nn.Module:
-    """``width``: the model's, unless given."""
-    if not exists:
-        return nn.Identity()
-    return RMSNorm(
-        width or spec.hidden_size, eps=spec.norm_eps, one_plus=spec.norm_form == "1+w", dtype=dtype
+def _dense_mlp(spec: HeadSpec, dtype: torch.dtype) -> GatedMlp:
+    return GatedMlp(
+        spec.hidden_size, spec.intermediate_size, bias=spec.layer_parts.mlp_bias, dtype=dtype
     )
 
 
@@ -140,15 +94,15 @@ class MtpHead(TrainingHead):
         self._exchange = exchange
         self._is_checkpointed = activation_checkpointing
         self._make_inputs(dtype)
-        self.norm = _norm(spec, spec.norms.final, dtype)
+        self.norm = make_norm(spec, spec.norms.final, dtype)
 
     def _make_inputs(self, dtype: torch.dtype) -> None:
         """Everything in front of the final norm."""
         spec, width = self.spec, self.spec.hidden_size
         if spec.draft_vocab is not None:
             raise ValueError("head draft_vocab: a trained MTP head uses the target's vocabulary")
-        self.enorm = _norm(spec, spec.norms.enorm, dtype)
-        self.hnorm = _norm(spec, spec.norms.hnorm, dtype)
+        self.enorm = make_norm(spec, spec.norms.enorm, dtype)
+        self.hnorm = make_norm(spec, spec.norms.hnorm, dtype)
         self.eh_proj = nn.Linear(2 * width, width, bias=spec.projection_bias, dtype=dtype)
         self.layers = nn.ModuleList(
             [
@@ -280,14 +234,12 @@ class MtpHead(TrainingHead):
     def _queries(
         self, layer: DecoderLayer, normed_ND: torch.Tensor, positions_N: torch.Tensor
     ) -> torch.Tensor:
-        attention = layer.self_attn
-        q_NHC = attention.q_norm(self._heads(attention.q_proj(normed_ND)))
-        return self._rotate(q_NHC, positions_N)
+        return layer.self_attn.queries(normed_ND, positions_N + self.spec.position_offset)
 
     def _behind_attention(
         self, layer: DecoderLayer, x_ND: torch.Tensor, mixed_NHC: torch.Tensor
     ) -> torch.Tensor:
-        x_ND = x_ND + layer.self_attn.o_proj(mixed_NHC.flatten(1))
+        x_ND = x_ND + layer.self_attn.output(mixed_NHC)
         out: torch.Tensor = x_ND + layer.mlp(layer.post_attention_layernorm(x_ND))
         return out
 
@@ -318,21 +270,6 @@ class MtpHead(TrainingHead):
         positions_N: torch.Tensor,
         layout: RowLayout | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention = layer.self_attn
-        k_NGC = attention.k_norm(self._heads(attention.k_proj(normed_ND)))
-        k_NGC = self._rotate(k_NGC, positions_N)
-        v_NGC = self._heads(attention.v_proj(normed_ND))
+        rotary_N = positions_N + self.spec.position_offset
+        k_NGC, v_NGC = layer.self_attn.keys_values(normed_ND, rotary_N)
         return self._exchange.to_heads(k_NGC, layout), self._exchange.to_heads(v_NGC, layout)
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], x.shape[1] // self.spec.head_dim, self.spec.head_dim)
-
-    def _rotate(self, x_NHC: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-        """Half-split rotary embedding; angles in fp32, applied in x's dtype (as transformers)."""
-        frequencies = inverse_frequencies(self.spec.rope, self.spec.head_dim)
-        positions = (positions_N + self.spec.position_offset).float()
-        angles = torch.outer(positions, frequencies.to(positions.device))[:, None]
-        factor = attention_factor(self.spec.rope)
-        cos, sin = ((turn * factor).to(x_NHC.dtype) for turn in (angles.cos(), angles.sin()))
-        first, second = x_NHC.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

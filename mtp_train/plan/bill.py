@@ -186,7 +186,7 @@ class _Planner:
         runtime = self.config.runtime
         slots = runtime.num_pages * runtime.page_size
         values = self.facts.kv_width * self.facts.num_layers
-        values += self.facts.head_kv_width * self.config.head.num_layers
+        values += self.facts.head_kv_width(self.config.head) * self.config.head.num_layers
         return Part(
             "K/V pool",
             slots * values * self.width / share,
@@ -504,11 +504,6 @@ class _Planner:
         if facts.quantisation:
             how = "as stored" if self._keeps_width else f"in {self.width} bytes each, de-quantised"
             notes.append(f"quantised target ({facts.quantisation}): weights are held {how}")
-        if not facts.has_plain_layers:
-            notes.append(
-                "the target has latent attention or experts; the head is a plain decoder layer of "
-                "its width (head.decoder=llama)"
-            )
         if self.tensor_parallel > 1:
             notes.append(
                 f"one copy of the target takes {self.tensor_parallel} devices: answers need "

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mtp_train.config import HeadConfig
-from mtp_train.heads.init import make_head_spec, unknown_draft_vocab
+from mtp_train.heads.init import follows_target, make_head_spec, unknown_draft_vocab
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, RopeSpec
-from runtime.layer_parts import LayerParts
+from runtime.layer_parts import ExpertSpec, LatentSpec, LayerParts
 from runtime.models.config import ModelConfig
 from runtime.models.families import FAMILIES, read_traits
 from runtime.models.quantisation import read_quantisation
@@ -56,7 +56,8 @@ class TargetFacts:
     head_kv_heads: int
     head_dim: int
     layer_parts: LayerParts  # of the target's layers; a head follows them
-    has_plain_layers: bool = True  # neither latent attention nor experts
+    latent: LatentSpec | None = None  # the same
+    experts: ExpertSpec | None = None
     quantisation: str = ""  # how the checkpoint stores its linears; empty: plainly
     num_stored_weights: int = 0  # of one byte each
     num_scales: int = 0  # of four bytes each, beside them
@@ -79,8 +80,10 @@ class TargetFacts:
         """Of the embedding and, where it is not the same tensor, ``lm_head``."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
-    @property
-    def head_kv_width(self) -> int:
+    def head_kv_width(self, head: HeadConfig) -> int:
+        """Of a head that follows the target's layers, or of a plain one."""
+        if self.latent is not None and follows_target(head):
+            return self.latent.cache_width
         return 2 * self.head_kv_heads * self.head_dim
 
 
@@ -128,7 +131,8 @@ def parse_facts(raw: Mapping[str, Any], *, name: str, source: str) -> TargetFact
         head_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         layer_parts=model.layer_parts,
-        has_plain_layers=model.latent is None and model.experts is None,
+        latent=model.latent,
+        experts=model.experts,
         quantisation=model.quantisation.label if model.quantisation else "",
         num_stored_weights=num_stored,
         num_scales=num_scales,
@@ -153,8 +157,7 @@ def read_facts(path: Path) -> TargetFacts:
 def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
     """The head that would be trained for such a target: decoder layers of its width and kind.
 
-    A target with latent attention or experts gets a head with as many ordinary heads and its dense
-    MLP. Rotary settings and the ids of a draft vocabulary do not matter to sizes. Raises
+    Rotary settings and the ids of a draft vocabulary do not matter to sizes. Raises
     ``ValueError`` as :func:`make_head_spec` does.
     """
     shape = ModelConfig(
@@ -171,6 +174,8 @@ def plan_head_spec(facts: TargetFacts, head: HeadConfig) -> HeadSpec:
         norm_eps=1e-5,
         tie_word_embeddings=facts.tie_word_embeddings,
         layer_parts=facts.layer_parts,
+        latent=facts.latent,
+        experts=facts.experts,
     )
     return make_head_spec(
         head, shape, fingerprint="", draft_vocab=unknown_draft_vocab(head.draft_vocab_size)

@@ -76,7 +76,7 @@ class ModelConfig:
 
     def block_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Tensors of one decoder layer, named without the layer prefix."""
-        shapes = layer_shapes(
+        return layer_shapes(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
             num_heads=self.num_heads,
@@ -84,14 +84,9 @@ class ModelConfig:
             head_dim=self.head_dim,
             parts=self.layer_parts,
             inputs=self.hidden_size,
+            latent=self.latent,
+            experts=self.experts if self.has_experts(layer) else None,
         )
-        if self.latent is not None:
-            shapes = {name: s for name, s in shapes.items() if not name.startswith("self_attn.")}
-            shapes |= self.latent.shapes(hidden_size=self.hidden_size, num_heads=self.num_heads)
-        if self.experts is not None and self.has_experts(layer):
-            shapes = {name: s for name, s in shapes.items() if not name.startswith("mlp.")}
-            shapes |= self.experts.shapes(hidden_size=self.hidden_size)
-        return shapes
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list of the checkpoint: name -> shape (``lm_head`` only if untied)."""

@@ -35,8 +35,7 @@ from runtime.layers import (
 from runtime.linear import LinearMaker, LinearSource, TensorSource
 from runtime.models.base import Model
 from runtime.models.config import ModelConfig
-from runtime.models.mla import LatentAttention
-from runtime.moe import ExpertMlp
+from runtime.models.sparse_parts import check_backend, sparse_parts, why_not_recorded
 from runtime.ops import BlockOps
 from runtime.parallel import ProcessGroup
 from runtime.parallel_layers import vocabulary_of
@@ -83,12 +82,8 @@ class LlamaModel(Model):
         self.vocab_size = config.vocab_size
         self.width = config.hidden_size
         self.make_linear = make_linear or choose_linear(dtype, device)
-        if config.latent is not None and not backend.has_latent:
-            raise ValueError(
-                f"{type(backend).__name__} has no latent attention ({config.architecture}); use "
-                "runtime.attention=sdpa"
-            )
-        self.not_recorded = _not_recorded(config)
+        check_backend(backend, config.latent, config.architecture)
+        self.not_recorded = why_not_recorded(config.latent, config.experts)
         heads = share_layer(config, 0, group).heads
         self.block_shape = BlockShape(
             num_heads=len(heads.query),
@@ -201,31 +196,20 @@ class LlamaModel(Model):
             take_local = take.below(prefix)
         config, ops, make_linear = self.config, self.ops, self.make_linear
         share = share_layer(config, index, self.group, expert_parallel=self.expert_parallel)
-        shapes = share.shapes
-        attention, mlp = None, None
-        if config.latent is not None:
-            attention = LatentAttention(
-                config.latent,
-                self.block_shape.num_heads,
-                take_local,
-                shapes,
-                ops=ops,
-                make_linear=make_linear,
-                group=self.group,
-            )
-        if config.experts is not None and config.has_experts(index):
-            mlp = ExpertMlp(
-                config.experts,
-                take_local,
-                shapes,
-                ops=ops,
-                make_linear=make_linear,
-                group=self.group,
-            )
+        attention, mlp = sparse_parts(
+            config.latent,
+            config.experts if config.has_experts(index) else None,
+            self.block_shape.num_heads,
+            take_local,
+            share.shapes,
+            ops=ops,
+            make_linear=make_linear,
+            group=self.group,
+        )
         return build_block(
             self.block_shape,
             take_local,
-            shapes,
+            share.shapes,
             ops=ops,
             make_linear=make_linear,
             group=self.group,
@@ -233,14 +217,6 @@ class LlamaModel(Model):
             attention=attention,
             mlp=mlp,
         )
-
-
-def _not_recorded(config: ModelConfig) -> str | None:
-    if config.latent is not None:
-        return "latent attention runs through SDPA, which is not recorded"
-    if config.experts is not None:
-        return "the host has to know which experts were chosen"
-    return None
 
 
 def check_layer_ids(layer_ids: Sequence[int], *, num_layers: int, field: str) -> None:

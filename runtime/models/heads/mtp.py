@@ -22,6 +22,7 @@ from runtime.batch import ForwardBatch
 from runtime.halves import plan_rows, run_rows
 from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec, check_head_tensors, layer_prefix
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.layer_parts import CORRECTION_BIAS
 from runtime.layers import (
     BlockShape,
     DecoderBlock,
@@ -32,6 +33,7 @@ from runtime.layers import (
 from runtime.linear import Linear, TensorSource
 from runtime.models.base import DraftModel
 from runtime.models.llama import LlamaModel
+from runtime.models.sparse_parts import check_backend, sparse_parts, why_not_recorded
 from runtime.ops import NormWeight
 from runtime.parallel_layers import RowParallelLinear, vocabulary_of
 from runtime.screened_linear import ScreenedLinear
@@ -63,12 +65,15 @@ class MtpHead(DraftModel):
         self.draft_vocab_size = spec.draft_vocab_size
         self._target = target
 
+        self.not_recorded = why_not_recorded(spec.latent, spec.experts)
+
         def take(name: str) -> torch.Tensor:
-            return tensors[name].detach().to(device=self.device, dtype=self.dtype)
+            own = torch.float32 if name.endswith(CORRECTION_BIAS) else self.dtype
+            return tensors[name].detach().to(device=self.device, dtype=own)
 
         self._take_inputs(take)
         self.final_norm = self._take_norm(take, "norm.weight") if spec.norms.final else None
-        self.rotary = RotaryEmbedding(spec.rope, spec.head_dim, device=self.device)
+        self.rotary = RotaryEmbedding(spec.rope, spec.rotary_dim, device=self.device)
         self.blocks = [
             _make_block(spec, take, target, prefix=layer_prefix(index))
             for index in range(spec.num_layers)
@@ -112,13 +117,15 @@ class MtpHead(DraftModel):
         self.lm_head = self._target.make_linear(self.vocabulary.shard.cut(rows_WD), None)
 
     def new_pool(self, num_slots: int) -> KVPool:
+        latent = self.spec.latent
         return KVPool(
             num_layers=len(self.blocks),
             num_slots=num_slots,
-            num_kv_heads=self.blocks[0].shape.num_kv_heads,
-            head_dim=self.spec.head_dim,
+            num_kv_heads=1 if latent else self.blocks[0].shape.num_kv_heads,
+            head_dim=latent.cache_width if latent else self.spec.head_dim,
             dtype=self.dtype,
             device=self.device,
+            has_values=latent is None,
         )
 
     @torch.inference_mode()
@@ -214,12 +221,23 @@ def _make_block(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         group=target.group,
+        latent=spec.latent,
     )
 
     def take_share(name: str) -> torch.Tensor:
         whole = take(prefix + name)
         return share.shards[name].cut(whole) if name in share.shards else whole
 
+    attention, mlp = sparse_parts(
+        spec.latent,
+        spec.experts,
+        len(share.heads.query),
+        take_share,
+        share.shapes,
+        ops=target.ops,
+        make_linear=target.make_linear,
+        group=target.group,
+    )
     return build_block(
         BlockShape(
             num_heads=len(share.heads.query),
@@ -233,6 +251,8 @@ def _make_block(
         make_linear=target.make_linear,
         group=target.group,
         plus_one_norms=spec.norm_form == "1+w",
+        attention=attention,
+        mlp=mlp,
     )
 
 
@@ -244,6 +264,7 @@ def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:
     ):
         if ours != theirs:
             raise ValueError(f"head {name}={ours}: the target has {theirs}")
+    check_backend(target.backend, spec.latent, f"a head of kind {spec.kind}")
     if spec.recycle == "post_norm" and spec.logits_from == "pre_norm" and spec.norms.final:
         raise ValueError(
             "head recycle=post_norm with logits_from=pre_norm: logits cannot be computed from the "

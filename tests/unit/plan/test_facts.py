@@ -36,7 +36,7 @@ def test_the_weights_of_every_known_target_are_those_published() -> None:
     assert {name: fact.num_weights for name, fact in facts.items()} == PUBLISHED
     for name, fact in facts.items():
         assert (fact.num_active_weights < fact.num_weights) == (name == "DeepSeek-V2-Lite")
-        assert fact.has_plain_layers == (name != "DeepSeek-V2-Lite")
+        assert (fact.latent is None) == (name != "DeepSeek-V2-Lite")
         assert fact.is_runnable
 
 

@@ -3,6 +3,7 @@ it, stub drafts, and the from-scratch recompute that equal output cannot replace
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.head_spec import EAGLE3_FIELDS, MEDUSA_FIELDS, HeadSpec, RopeSpec
 from runtime.kv_cache import KVPool, SlotTable
+from runtime.layer_parts import PLAIN_LAYER
 from runtime.models.base import DraftModel, Model
 from runtime.models.heads import build_head
 from runtime.models.loader import Target, load_target
@@ -32,7 +34,10 @@ def tiny_target(
 
 
 def head_spec(target: Target, **overrides: Any) -> HeadSpec:
+    """A head whose layer is of the target's kind, unless told :data:`PLAIN`."""
     config = target.config
+    has_experts = config.has_experts(config.num_layers - 1)
+    experts = replace(config.experts, dense_layers=frozenset()) if has_experts else None
     values: dict[str, Any] = {
         "kind": "mtp",
         "hidden_size": config.hidden_size,
@@ -46,8 +51,13 @@ def head_spec(target: Target, **overrides: Any) -> HeadSpec:
         "norm_eps": config.norm_eps,
         "target_fingerprint": target.fingerprint,
         "layer_parts": config.layer_parts,
+        "latent": config.latent,
+        "experts": experts,
     }
     return HeadSpec(**{**values, **overrides})
+
+
+PLAIN: dict[str, Any] = {"layer_parts": PLAIN_LAYER, "latent": None, "experts": None}
 
 
 def random_head_tensors(spec: HeadSpec, *, seed: int = 1) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,6 +18,7 @@ from mtp_train.heads.init import make_head_spec
 from runtime.attention.cpu import CpuBackend
 from runtime.config import EngineConfig
 from runtime.engine import Engine
+from runtime.head_spec import HeadSpec
 from runtime.layer_parts import PLAIN_LAYER, ExpertSpec
 from runtime.layers import GatedMlp
 from runtime.linear import PlainLinear
@@ -27,6 +29,7 @@ from runtime.moe import ExpertMlp, Router
 from runtime.ops import TorchOps
 from runtime.parallel import SingleProcessGroup
 from tests.unit.runtime.engine_fixtures import (
+    PLAIN,
     VOCAB,
     check_draft_state,
     make_engine,
@@ -163,9 +166,10 @@ def test_an_expert_is_one_product_over_its_rows_and_none_without(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speculation_with_a_plain_head_changes_no_token(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "target"])
+def test_speculation_changes_no_token(family: str, kind: str, tmp_path: Path) -> None:
     target = tiny_target(tmp_path, family=family)
-    head = random_head(target, layer_parts=PLAIN_LAYER)
+    head = random_head(target, **(PLAIN if kind == "plain" else {}))
     for temperature, k in ((0.0, 1), (0.9, 3)):
         requests = make_requests(4, temperature=temperature, max_tokens=12, ignore_eos=True)
         plain = run_stepwise(make_engine(target), requests)
@@ -185,7 +189,7 @@ def test_speculation_with_a_plain_head_changes_no_token(family: str, tmp_path: P
 @pytest.mark.parametrize("schedule", ["fixed_tree", "dynamic_tree"])
 def test_draft_trees_change_no_token(family: str, schedule: str, tmp_path: Path) -> None:
     target = tiny_target(tmp_path, family=family)
-    head = random_head(target, layer_parts=PLAIN_LAYER)
+    head = random_head(target)
     requests = make_requests(3, max_tokens=12, ignore_eos=True)
     plain = run_stepwise(make_engine(target), requests)
     tree = {"schedule": schedule, "num_draft_tokens": 3, "tree_nodes": 8, "max_batch_tokens": 64}
@@ -320,15 +324,34 @@ def test_what_does_not_go_with_latent_attention_or_experts_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_of_such_a_target_is_plain(family: str) -> None:
+def test_a_head_follows_the_last_layer_unless_it_is_told_to_be_plain(family: str) -> None:
     config = parse_config(raw_config(family), generation={}, source="conf")
-    with pytest.raises(ValueError, match=r"head\.decoder=target: .*; use head\.decoder=llama"):
-        make_head_spec(HeadConfig(decoder="target"), config, fingerprint="")
-    with pytest.raises(ValueError, match=r"head\.init=last_layer: .*; use head\.init=target_norm"):
-        make_head_spec(HeadConfig(decoder="llama", init="last_layer"), config, fingerprint="")
-    spec = make_head_spec(HeadConfig(decoder="llama", init="random"), config, fingerprint="")
-    assert spec.layer_parts == PLAIN_LAYER
-    assert spec.num_heads * spec.head_dim == (48 if family == "qwen3moe" else 32)
+    assert config.experts is not None
+    spec = make_head_spec(HeadConfig(decoder="target", init="last_layer"), config, fingerprint="")
+    assert spec.latent == config.latent
+    assert spec.experts == dataclasses.replace(config.experts, dense_layers=frozenset())
+    own = {n.removeprefix("layers.0.") for n in spec.tensor_shapes() if n.startswith("layers.0.")}
+    assert own == config.block_shapes(1).keys()
+    assert HeadSpec.from_json(spec.to_json()) == spec
+    plain = make_head_spec(HeadConfig(decoder="llama", init="random"), config, fingerprint="")
+    assert (plain.layer_parts, plain.latent, plain.experts) == (PLAIN_LAYER, None, None)
+    assert "latent" not in plain.to_json()
+    assert plain.num_heads * plain.head_dim == (48 if family == "qwen3moe" else 32)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("qwen3moe", {"decoder": "llama"}),
+        ("deepseekv2", {"decoder": "llama"}),
+        ("deepseekv2", {"num_layers": 2}),  # the first layer of the target is dense
+        ("deepseekv3", {"kind": "eagle"}),
+    ],
+)
+def test_layers_of_another_kind_are_not_copied(family: str, head: dict[str, Any]) -> None:
+    config = parse_config(raw_config(family), generation={}, source="conf")
+    with pytest.raises(ValueError, match=r"head\.init=last_layer: layer \d of .* has "):
+        make_head_spec(HeadConfig(init="last_layer", **head), config, fingerprint="")
 
 
 BLOCK = (16, 12)  # of no weight a divisor

@@ -19,6 +19,8 @@ from runtime.head_spec import (
     RopeSpec,
     hash_vocab_ids,
 )
+from runtime.layer_parts import ExpertSpec, LatentSpec
+from tests.unit.trainer.sparse_reference import expert_mlp, latent_attention
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,34 @@ def medusa(num_blocks: int = 3, **changes: Any) -> dict[str, Any]:
     """Changes of :func:`tiny_spec` that make it a Medusa head."""
     fields = {"num_blocks": num_blocks, "projection_bias": True}
     return {"kind": "medusa", **MEDUSA_FIELDS, **fields, **changes}
+
+
+def latent(query_rank: int | None = None, **changes: Any) -> dict[str, Any]:
+    """Changes of :func:`tiny_spec` that give it latent attention; no two widths are equal."""
+    fields = {"kv_rank": 20, "nope_dim": 10, "rope_dim": 6, "value_dim": 14, "scale": 0.21}
+    spec = LatentSpec(query_rank=query_rank, **fields | changes)
+    return {"latent": spec, "num_kv_heads": 4}
+
+
+EXPERTS = {
+    "qwen3": ExpertSpec(6, 2, 24, normalises=True),
+    "v2-lite": ExpertSpec(8, 3, 24, num_shared=2, is_float32=True),
+    "v2": ExpertSpec(8, 3, 24, 2, num_groups=4, num_kept_groups=2, scaling=4.0, is_float32=True),
+    "v3": ExpertSpec(
+        8,
+        3,
+        24,
+        num_shared=1,
+        scores="sigmoid",
+        has_bias=True,
+        num_groups=4,
+        num_kept_groups=2,
+        group_score="best_two",
+        normalises=True,
+        scaling=2.5,
+        is_float32=True,
+    ),
+}
 
 
 def random_embedding(spec: HeadSpec, seed: int = 7) -> torch.Tensor:
@@ -178,7 +208,19 @@ class StepwiseHead:
 
     def layer(self, x, layer, position, cache, *, inputs=None):
         a = self.norm(x, layer + "input_layernorm.weight") if inputs is None else inputs
-        spec, attention, mlp = self.spec, layer + "self_attn.", layer + "mlp."
+        spec, attention = self.spec, layer + "self_attn."
+        mix = latent_attention if spec.latent else StepwiseHead.grouped_attention
+        mixed = mix(self, a, attention, position, cache)
+        x = x + self.linear(mixed, attention + "o_proj")
+        m = self.norm(x, layer + "post_attention_layernorm.weight")
+        mlp = layer + "mlp."
+        if spec.experts:
+            return x + expert_mlp(self, m, mlp)
+        gate = F.silu(self.linear(m, mlp + "gate_proj"))
+        return x + self.linear(gate * self.linear(m, mlp + "up_proj"), mlp + "down_proj")
+
+    def grouped_attention(self, a, attention, position, cache):
+        spec = self.spec
         heads = {n: self.linear(a, f"{attention}{n}_proj").view(-1, spec.head_dim) for n in "qkv"}
         for n in "qk":
             each = [self.norm(head, f"{attention}{n}_norm.weight") for head in heads[n]]
@@ -192,10 +234,7 @@ class StepwiseHead:
             values = torch.stack([v[group] for _, v in cache])
             probs = torch.softmax(keys @ q[head] / spec.head_dim**0.5, dim=0)
             mixed.append(probs @ values)
-        x = x + self.linear(torch.cat(mixed), attention + "o_proj")
-        m = self.norm(x, layer + "post_attention_layernorm.weight")
-        gate = F.silu(self.linear(m, mlp + "gate_proj"))
-        return x + self.linear(gate * self.linear(m, mlp + "up_proj"), mlp + "down_proj")
+        return torch.cat(mixed)
 
     def block(self, index: int, g: torch.Tensor) -> torch.Tensor:
         name = f"blocks.{index}.layers.0."

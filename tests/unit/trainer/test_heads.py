@@ -20,14 +20,19 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from mtp_train.config import HeadConfig, HeadNorms
 from mtp_train.heads import build_training_head
 from mtp_train.heads.init import initialise, make_head_spec
+from mtp_train.heads.parts import rotate
 from mtp_train.packing import pack
 from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, RopeSpec, YarnSpec
 from runtime.layer_parts import LayerParts
 from runtime.layers import RotaryEmbedding
-from runtime.models.config import ModelConfig, parse_config
+from runtime.models.config import ModelConfig, load_config, parse_config
+from runtime.models.loader import Checkpoint
+from tests.unit.runtime.model_fixtures import save_model
 from tests.unit.trainer.reference import (
+    EXPERTS,
     StepwiseHead,
     eagle3,
+    latent,
     medusa,
     random_embedding,
     random_head,
@@ -62,6 +67,17 @@ SPECS = {
         "layer_parts": LayerParts(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True),
         "num_layers": 2,
     },
+    "latent, values wider than queries": latent(value_dim=22),
+    "deepseek v2-lite": {**latent(), "experts": EXPERTS["v2-lite"]},
+    "deepseek v2": {**latent(18), "experts": EXPERTS["v2"]},
+    "deepseek v3": {**latent(18), "experts": EXPERTS["v3"]},
+    "latent, halves": latent(18, is_interleaved=False),
+    "qwen3 moe": {
+        "layer_parts": LayerParts(qk_norm=True),
+        "head_dim": 12,
+        "experts": EXPERTS["qwen3"],
+        "num_layers": 2,
+    },
     "eagle3": eagle3(),
     "eagle3, every variant": eagle3(12, fusion_norm="each", residual="normed", recycle="post_norm"),
     "eagle3, norm of all streams": eagle3(fusion_norm="joined"),
@@ -74,6 +90,9 @@ UNROLLED = {
     "one layer": {},
     "two layers": {"num_layers": 2},
     "biases and head norms": {"layer_parts": LayerParts(True, True, True, True), "head_dim": 12},
+    "deepseek v2-lite": {**latent(), "experts": EXPERTS["v2-lite"]},
+    "deepseek v3": {**latent(18), "experts": EXPERTS["v3"]},
+    "qwen3 moe, two layers": {"experts": EXPERTS["qwen3"], "num_layers": 2},
     "medusa": medusa(),
 }
 
@@ -151,12 +170,13 @@ def test_gradients_of_the_unroll_equal_those_of_plain_autograd(changes):
     names = list(trained)
     ours = torch.autograd.grad(loss, list(trained.values()))
     tensors = {n: p.detach().clone().requires_grad_() for n, p in head.named_parameters()}
-    reference = StepwiseHead(spec, tensors, embedding)
+    reference = StepwiseHead(spec, {**dict(head.named_buffers()), **tensors}, embedding)
     expected = 0.0
     for i in range(10):
         for k, state in enumerate(reference.unroll(sample, i, min(3, 10 - i))):
             expected = expected + (state * weights[k][i]).sum()
-    grads = torch.autograd.grad(expected, [tensors[n] for n in names])
+    # an expert that no row chose has no part in the reference
+    grads = torch.autograd.grad(expected, [tensors[n] for n in names], materialize_grads=True)
     for name, a, b in zip(names, ours, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item(), msg=name)
 
@@ -279,9 +299,8 @@ def test_rotation_is_that_of_transformers_and_of_the_inference_head_at_any_posit
         rope_parameters=parameters,
     )
     positions = torch.tensor([0, 1, 63, 8191, 8192, 32768, 65537, 131071])
-    spec = tiny_spec(rope=rope, head_dim=64, num_heads=4, num_kv_heads=4)
     x = torch.randn(len(positions), 4, 64, generator=torch.Generator().manual_seed(0))
-    ours = random_head(spec)._rotate(x, positions)
+    ours = rotate(x, positions, rope)
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     torch.testing.assert_close(ours, theirs[0].transpose(0, 1), rtol=0, atol=1e-6)
@@ -299,6 +318,58 @@ def test_a_yarn_head_goes_through_its_file_and_other_heads_keep_theirs():
     assert "yarn" not in tiny_spec().to_json()
     with pytest.raises(ValueError, match="rope kind='yarn'"):
         RopeSpec(1e4, "yarn", 4.0)
+
+
+def test_the_bias_of_the_choice_stays_float32_whatever_the_head_is_cast_to():
+    spec = tiny_spec(**latent(), experts=EXPERTS["v3"])
+    head = random_head(spec)
+    name = "layers.0.mlp.gate.e_score_correction_bias"
+    bias = head.export_tensors()[name].clone()
+    head.to(torch.bfloat16)
+    cast = head.export_tensors()
+    assert torch.equal(cast[name], bias)
+    assert cast["layers.0.mlp.gate.weight"].dtype == torch.bfloat16
+    states = head(
+        pack([random_sample(spec, 9, seed=1)], every_row=True).to(CPU, torch.bfloat16),
+        random_embedding(spec).bfloat16(),
+    )
+    assert states[0].isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["deepseekv2", "deepseekv3", "qwen3moe"])
+def test_step_zero_equals_the_sparse_layer_of_transformers(family, tmp_path):
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    hf = save_model(tmp_path / "target", family, rope_parameters=rope)
+    config = load_config(tmp_path / "target")
+    spec = make_head_spec(HeadConfig(init="last_layer"), config, fingerprint="f" * 64)
+    head, embedding = random_head(spec), random_embedding(spec)
+    checkpoint = Checkpoint.of(tmp_path / "target", config)
+    layer = head.layers[0]
+    layer.load_state_dict(
+        {
+            name: checkpoint.read(f"model.layers.1.{name}", dtype=torch.float32, device=CPU)
+            for name in layer.state_dict()
+        }
+    )
+    sample = random_sample(spec, 200, seed=3)
+    ours = head(pack([sample], every_row=True), embedding)[0]
+    e = embedding[sample.input_ids[1:]].clone()
+    e[0] = 0
+    x = head.eh_proj(torch.cat((head.enorm(e), head.hnorm(sample.hidden[:-1])), dim=-1))
+    model = hf.model
+    del model.layers[0]
+    model.layers[0].self_attn.layer_idx = 0
+    model.config.num_hidden_layers = 1
+    model.norm.weight.data.copy_(head.norm.weight)
+    theirs = model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
