@@ -17,7 +17,7 @@ from runtime.config import EngineConfig
 
 Codec = Literal["bf16", "fp8_e4m3", "fp32"]
 # Of head.init; anything else is a directory.
-BUILT_IN_INITS = ("random", "target_norm", "last_layer", "zero")
+BUILT_IN_INITS = ("random", "target_norm", "last_layer", "zero", "native")
 LossKind = Literal[
     "soft_ce", "forward_kl", "reverse_kl", "tv", "lk_alpha", "lk_lambda", "expected_length"
 ]
@@ -67,7 +67,8 @@ class HeadConfig:
     num_layers: Literal[0, 1, 2] = 1  # decoder layers behind the projection; 0: medusa
     # mtp: attention and MLP of the kind of the target's last layer, or a plain Llama layer
     decoder: Literal["target", "llama"] = "target"
-    # random, target_norm, last_layer, zero (medusa), or a native head directory to go on from
+    # random, target_norm, last_layer, zero (medusa), native (the target's own MTP weights), a head
+    # directory to go on from, or the base checkpoint of a fine-tune that has lost its MTP weights
     init: str = "random"
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     recycle: Literal["post_norm", "pre_norm"] = "post_norm"
@@ -176,7 +177,9 @@ class ValidateConfig:
     max_tokens: int = 128
     temperature: float = 0.0
     placement: Literal["inline", "subprocess"] = "inline"
-    head: str = ""  # head directory, whoever wrote it; empty = runs/<name>/head
+    # head directory, whoever wrote it; empty = runs/<name>/head; "native" = the MTP weights of the
+    # target's own checkpoint
+    head: str = ""
     old_target: str = ""  # that the head was trained for, where target.path changed since
     max_loss: float = 0.05  # share of the accepted tokens per step that it may lose by that
     sets: tuple[str, ...] = ("mtbench",)  # final evaluation only
@@ -197,7 +200,9 @@ class ReportConfig:
     max_samples: int = 8  # generated texts shown
 
 
-ExportFormat = Literal["mimo", "eagle3", "speculators", "eagle", "eagle_sglang", "medusa"]
+ExportFormat = Literal[
+    "mimo", "deepseek", "eagle3", "speculators", "eagle", "eagle_sglang", "medusa"
+]
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,8 @@ class ExportConfig:
     max_file_gb: float = 5.0  # larger weights are split into shards with an index; 0: one file
     read_back: bool = True  # load what was written into the runtime and compare
     check: str = ""  # check this directory instead of writing one
+    # mimo, deepseek: besides, a copy of the target there that holds the head as its own MTP weights
+    copy_to: str = ""
 
 
 HeadFormat = Literal[

@@ -89,9 +89,11 @@ def check_head(config: Config) -> None:
     init = config.head.init
     if init not in BUILT_IN_INITS and not Path(init).is_dir():
         raise ConfigError(
-            f"head.init={init!r}: must be {', '.join(BUILT_IN_INITS)} or a head directory "
-            "(runs/<name>/head)"
+            f"head.init={init!r}: must be {', '.join(BUILT_IN_INITS)}, a head directory "
+            "(runs/<name>/head), or the checkpoint that the target was tuned from"
         )
+    if init == "native":
+        _check_native(config)
     kind = config.head.kind
     if kind in _PUBLISHED:
         _check_published(config, *_PUBLISHED[kind])
@@ -114,6 +116,18 @@ def check_head(config: Config) -> None:
             f"head.init={init} with head.kind={kind}: use {allowed}, or a head directory; blocks "
             "of Medusa are no decoder layers, and no others start as the identity"
         )
+
+
+def _check_native(config: Config) -> None:
+    head = config.head
+    wanted = {"kind": "mtp", "decoder": "target", "num_layers": 1}
+    for name, value in wanted.items():
+        given = getattr(head, name)
+        if given != value:
+            raise ConfigError(
+                f"head.init=native with head.{name}={given}: the MTP weights of a target are one "
+                f"decoder layer of its kind; set head.{name}={value}"
+            )
 
 
 def _check_published(config: Config, fields: Mapping[str, Any], meaning: str) -> None:

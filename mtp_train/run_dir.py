@@ -41,6 +41,9 @@ RECORDED_PACKAGES = (
 )
 
 
+NATIVE_HEAD = "native"  # as validate.head: the MTP weights of the target's own checkpoint
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run. Token set and features lie elsewhere when the configuration says so."""
@@ -57,7 +60,7 @@ class RunDirectory:
             root=root,
             data=Path(config.data.path) if config.data.path else root / "data",
             features=Path(config.features.path) if config.features.path else root / "features",
-            head=Path(config.validate.head) if config.validate.head else root / "head",
+            head=_head_place(config.validate.head, root),
         )
 
     @property
@@ -213,6 +216,12 @@ class StageRecord:
             "outputs": outputs,
         }
         write_json_atomic(self.path, record)
+
+
+def _head_place(named: str, root: Path) -> Path:
+    if named == NATIVE_HEAD:
+        return root / "native_head"
+    return Path(named) if named else root / "head"
 
 
 def describe_differences(there: Any, wanted: Any) -> list[str]:

@@ -144,6 +144,7 @@ def run_validate(config: Config) -> int:
     ladder = tuple(name for name in config.validate.rungs if name != "P6")
     with_engine = config.engine.kind != "none"
     with open_stage(config, "validate", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        _keep_native_head(config, scope)
         config = _with_native_heads(config, scope)
         if with_engine:
             _require_export(config, scope)
@@ -156,6 +157,14 @@ def run_validate(config: Config) -> int:
     if scope.group.is_leader:
         run_report(config)  # after the verdict was shown and kept: it must not depend on this
     return 0 if passed else 1
+
+
+def _keep_native_head(config: Config, scope: StageScope) -> None:
+    """``validate.head=native`` is a directory of the run from here on."""
+    from mtp_train.distributed import run_on_leader
+    from mtp_train.native.reader import keep_native_head
+
+    run_on_leader(scope.group, lambda: keep_native_head(config))
 
 
 def _climb_ladder(config: Config, scope: StageScope) -> bool:
@@ -236,6 +245,7 @@ def run_export(config: Config) -> int:
             place = run_on_leader(scope.group, lambda: stage.check(config))
             scope.console.print(f"export: {place} is complete, unchanged and of this target")
             return 0
+        _keep_native_head(config, scope)
         config = _with_native_heads(config, scope)
         outcome = run_on_leader(scope.group, lambda: stage.run(config, group=scope.group))
         if outcome.report is None:

@@ -28,6 +28,7 @@ from mtp_train.heads.init import (
 )
 from mtp_train.layer_ids import choose_layer_ids
 from mtp_train.metrics import Best, TrainReport, Validator
+from mtp_train.native.reader import initial_base_head, initial_native_head, is_checkpoint
 from mtp_train.normalisers import NormaliserKey, load_normalisers, save_normalisers
 from mtp_train.resume_settings import head_settings
 from mtp_train.run_dir import RunDirectory, StageRecord
@@ -138,7 +139,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             )
     draft_ids, draft_vocab = None, None
     method = config.head.init
-    if method not in BUILT_IN_INITS:
+    if method not in BUILT_IN_INITS and not is_checkpoint(Path(method)):
         draft_ids = read_draft_list(Path(method), size=config.head.draft_vocab_size)
     if config.head.draft_vocab_size:
         draft_ids, draft_vocab = choose_draft_vocab(
@@ -151,7 +152,9 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
         config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab
     )
     start: dict[str, Any] = {"head": head_settings(config.head, layer_ids)}
-    if method in BUILT_IN_INITS:
+    if method == "native":
+        initial = initial_native_head(directory, spec)
+    elif method in BUILT_IN_INITS:
         own_head = None
         if spec.lm_head == "own":
             own_head = OwnHead(draft_ids, DraftTarget.of(lm_head, draft_ids).weight_WD)
@@ -164,6 +167,9 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             read_target=read_target,
             own_head=own_head,
         )
+    elif is_checkpoint(Path(method)):
+        initial = initial_base_head(Path(method), spec, target_dir=directory)
+        start["initial_weights"] = fingerprint_target(Path(method), cache_dir=cache)
     else:
         initial = read_initial_head(Path(method), spec)
         start["initial_weights"] = sha256_file(Path(method) / WEIGHTS_NAME)

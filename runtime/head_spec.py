@@ -247,7 +247,7 @@ class HeadSpec:
                 raise ValueError(f"head {name} is set: only kind=mtp has that, not {self.kind}")
         if self.experts is not None and self.experts.dense_layers:
             raise ValueError(
-                f"head experts.dense_layers={sorted(self.experts.dense_layers)}: all layers of a "
+                f"head experts.dense_layers={list(self.experts.dense_layers)}: all layers of a "
                 "head are of one kind"
             )
         if self.latent is not None and self.norm_form != "w":
@@ -390,7 +390,7 @@ class HeadSpec:
         for name in ("latent", "experts"):
             if raw[name] is None:
                 del raw[name]
-        return json.dumps(raw, indent=2, sort_keys=True, default=sorted) + "\n"
+        return json.dumps(raw, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "head config") -> HeadSpec:
@@ -443,10 +443,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if args and type(None) in args:
         inner = next(a for a in args if a is not type(None))
         return None if value is None else _convert(inner, value, where)
-    if origin in (tuple, frozenset):
+    if origin is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{where}={value!r}: expected a list, got {type(value).__name__}")
-        return origin(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(_convert(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint):
         return _from_mapping(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

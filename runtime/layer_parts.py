@@ -100,7 +100,7 @@ class ExpertSpec:
     normalises: bool = False  # whether weights of the chosen are made to sum to one
     scaling: float = 1.0  # of these weights
     is_float32: bool = False  # whether the router's product is, whatever the model's dtype
-    dense_layers: frozenset[int] = frozenset()
+    dense_layers: tuple[int, ...] = ()
 
     def shapes(self, *, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """The tensors in the place of an MLP's, named as :func:`layer_shapes` does."""

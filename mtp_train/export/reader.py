@@ -7,6 +7,7 @@ proves nothing. What is read here is what an engine computes: the projection sta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from runtime.head_spec import (
     check_tensor_list,
     load_head,
 )
+from runtime.layer_parts import ExpertSpec
 from runtime.models.config import ModelConfig, load_config
 from runtime.models.loader import Checkpoint, default_cache_dir, fingerprint_target
 
@@ -67,6 +69,7 @@ def check_export(directory: Path, *, target_dir: Path, cache_dir: Path | None = 
     record.layout.refuse_path(directory)
     check_target(record.head, target_dir, cache_dir=cache_dir, may_be_shorter=True)
     target = load_config(target_dir)
+    record.layout.refuse_target(target)
     if record.num_target_layers != target.num_layers:
         raise ValueError(
             f"{directory / CONFIG_NAME}: num_hidden_layers={record.num_target_layers}, the target "
@@ -106,6 +109,8 @@ def check_target(
         ("rms_norm_eps", spec.norm_eps, target.norm_eps),
         ("rope_theta", spec.rope.theta, target.rope.theta),
         ("rope_parameters", spec.rope, target.rope),
+        ("latent attention", spec.latent, spec.latent and target.latent),
+        ("experts", spec.experts, spec.experts and _experts_only(target)),
     )
     for key, ours, theirs in pairs:
         if ours != theirs:
@@ -116,6 +121,10 @@ def check_target(
             f"head target_fingerprint={spec.target_fingerprint[:12]}: the target {target_dir} is "
             f"{fingerprint[:12]}; a head drafts for the model that it was trained with only"
         )
+
+
+def _experts_only(target: ModelConfig) -> ExpertSpec | None:
+    return target.experts and replace(target.experts, dense_layers=())
 
 
 def read_copies(

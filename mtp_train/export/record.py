@@ -46,7 +46,7 @@ class ExportRecord:
 
     @property
     def layout(self) -> Layout:
-        return LAYOUTS[self.format]
+        return LAYOUTS[self.format].at(self.num_target_layers)
 
     @property
     def target_facts(self) -> TargetFacts:

@@ -18,9 +18,11 @@ from mtp_train.distributed import ProcessGroup
 from mtp_train.errors import StageRefusedError
 from mtp_train.export.commands import serving_commands
 from mtp_train.export.reader import check_export
+from mtp_train.export.splice import splice_export
 from mtp_train.export.weights import hash_files
 from mtp_train.export.writer import ExportReport, write_export
 from mtp_train.features.target import cache_directory, target_directory
+from mtp_train.native.splice import Splice
 from mtp_train.run_dir import PARITY_NAME, RunDirectory, StageRecord, read_json
 from mtp_train.validate import p2
 from mtp_train.validate.report import fastest_k
@@ -56,6 +58,7 @@ class ExportOutcome:
     path: Path
     report: ExportReport | None
     read_back: ReadBack | None
+    copy: Splice | None = None  # of the target, with the head in it
 
 
 def run(config: Config, *, group: ProcessGroup) -> ExportOutcome:
@@ -75,7 +78,10 @@ def run(config: Config, *, group: ProcessGroup) -> ExportOutcome:
         stage="export",
         fingerprint=export_inputs(config, run_dir, target_dir, cache_dir),
     )
-    if _is_done(record, out_dir, target_dir, cache_dir):
+    place = Path(config.export.copy_to)
+    if config.export.copy_to and place.exists():
+        raise ValueError(f"export.copy_to={place}: exists; name a directory that does not")
+    if not config.export.copy_to and _is_done(record, out_dir, target_dir, cache_dir):
         return ExportOutcome(out_dir, None, None)
     record.start()
     seen: list[ReadBack] = []
@@ -97,7 +103,10 @@ def run(config: Config, *, group: ProcessGroup) -> ExportOutcome:
     )
     record.finish(report.record.files_sha256)
     _warn_beyond_trained(report)
-    return ExportOutcome(out_dir, report, seen[0] if seen else None)
+    copied = None
+    if config.export.copy_to:
+        copied = splice_export(out_dir, target_dir, Path(config.export.copy_to))
+    return ExportOutcome(out_dir, report, seen[0] if seen else None, copied)
 
 
 def _warn_beyond_trained(report: ExportReport) -> None:
@@ -234,6 +243,12 @@ def describe(outcome: ExportOutcome, config: Config) -> str:
         )
     if not report.record.is_validated:
         lines.append("not validated: acceptance of this head is unknown")
+    if outcome.copy is not None:
+        copy = outcome.copy
+        lines.append(
+            f"{copy.path}: the target with the head as its own MTP weights ({copy.added}; "
+            f"{len(copy.linked)} files linked, {len(copy.rewritten)} without old MTP weights)"
+        )
     if report.record.dropped_draft_vocab:
         lines.append(f"draft vocabulary left out: measure again, validate.head={report.path}")
     titles = {"vllm": "vLLM:", "sglang": "SGLang (not run):"}

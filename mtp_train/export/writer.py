@@ -76,6 +76,8 @@ def write_export(
     if not is_validated and not unvalidated:
         raise ValueError(f"head={head_dir}: {why_unvalidated(head_dir)}")
     target = load_config(target_dir)
+    layout = layout.at(target.num_layers)
+    layout.refuse_target(target)
     copies = read_copies(layout.copied(spec), target_dir, target)
     written = layout.to_layout(spec, tensors) | copies
     stored = next(iter((copies or written).values())).dtype

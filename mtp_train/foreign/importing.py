@@ -28,7 +28,8 @@ from mtp_train.foreign.readers import READERS
 from mtp_train.foreign.reading import Given, Reading
 from mtp_train.foreign.recognise import is_native_config
 from mtp_train.foreign.sizes import TargetShape, read_target
-from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
+from mtp_train.native.reader import is_checkpoint
+from mtp_train.run_dir import NATIVE_HEAD, RunDirectory, read_json, write_json_atomic
 from runtime.head_spec import CONFIG_NAME, HeadSpec, save_head
 from runtime.models.loader import fingerprint_target
 
@@ -164,7 +165,8 @@ def with_native_heads(config: Config) -> Config:
     for key, place in named.items():
         # the ladder measures an export of ours as it is; training goes on from native heads
         is_read_as_it_is = key == "validate.head" and is_export(Path(place))
-        if not place or is_read_as_it_is:
+        is_of_a_model = place == NATIVE_HEAD or (key == "head.init" and is_checkpoint(Path(place)))
+        if not place or is_read_as_it_is or is_of_a_model:
             continue
         native[key] = str(
             native_directory(

@@ -113,7 +113,7 @@ def _experts_of_head(target: ModelConfig) -> ExpertSpec | None:
     """Those of the target's last layer, which a head stands behind."""
     if target.experts is None or not target.has_experts(target.num_layers - 1):
         return None
-    return replace(target.experts, dense_layers=frozenset())
+    return replace(target.experts, dense_layers=())
 
 
 def _check_last_layers(

@@ -133,6 +133,7 @@ class EngineLayout:
 _VLLM_LAYOUTS: Mapping[str, EngineLayout] = MappingProxyType(
     {
         "mimo": EngineLayout("mtp", MappingProxyType({"num_nextn_predict_layers": 1})),
+        "deepseek": EngineLayout("mtp", MappingProxyType({"num_nextn_predict_layers": 1})),
         "eagle3": EngineLayout("eagle3", MappingProxyType({})),
         "speculators": EngineLayout("eagle3", MappingProxyType({})),
         "eagle": EngineLayout("eagle", MappingProxyType({})),
@@ -142,8 +143,9 @@ _VLLM_LAYOUTS: Mapping[str, EngineLayout] = MappingProxyType(
 
 
 def vllm_layout(format: str) -> EngineLayout:
-    """vLLM's names for it. The override of ``mimo`` makes room for one draft layer in the target's
-    configuration; it changes nothing else. Raises ``ValueError`` for a format that it cannot read.
+    """vLLM's names for it. The override of MTP layouts makes room for one draft layer in the
+    target's configuration; it changes nothing else. Raises ``ValueError`` for a format that it
+    cannot read.
     """
     if format not in _VLLM_LAYOUTS:
         allowed = ", ".join(_VLLM_LAYOUTS)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from runtime.head_spec import RopeSpec, YarnSpec
 from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec, LayerParts, layer_shapes
-from runtime.models.families import FAMILIES, describe_supported, read_traits
+from runtime.models.families import FAMILIES, describe_refusal, describe_supported, read_traits
 from runtime.models.fields import number, positive
 from runtime.models.quantisation import Quantisation, read_quantisation
 from runtime.rope import yarn_attention_factor
@@ -50,7 +50,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     latent: LatentSpec | None = None  # None: grouped-query attention
     experts: ExpertSpec | None = None  # None: a dense MLP in every layer
-    num_native_heads: int = 0  # decoder layers behind the last one, for drafts: not read
+    num_native_heads: int = 0  # MTP modules in the checkpoint: no part of the model, not read
     quantisation: Quantisation | None = None  # how the checkpoint stores linears
 
     @property
@@ -70,6 +70,17 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Rotated elements of a query or key head."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def native_prefixes(self) -> tuple[str, ...]:
+        """What the names of each MTP module's tensors begin with."""
+        return tuple(map(self.native_prefix, range(self.num_native_heads)))
+
+    def native_prefix(self, number: int) -> str:
+        """Of the module of that number, whether there is one or not."""
+        if self.architecture == "MiMoForCausalLM":
+            return f"model.mtp_layers.{number}."
+        return f"model.layers.{self.num_layers + number}."
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
@@ -127,7 +138,8 @@ def parse_config(
     architecture = next((name for name in names if name in FAMILIES), None)
     if architecture is None:
         raise ValueError(
-            f"{source}: architectures={architectures!r}; supported: {describe_supported()}"
+            f"{source}: architectures={architectures!r}{describe_refusal(names)}; supported: "
+            f"{describe_supported()}"
         )
     traits = read_traits(architecture, raw, source=source)
     activation = raw.get("hidden_act", "silu")

@@ -7,7 +7,7 @@ keys that are left out are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,8 @@ from runtime.models.sparse import (
     read_latent,
     read_qwen3_experts,
 )
+
+_LINEAR_ATTENTION = ("Qwen3Next", "Qwen3_5", "Qwen3_6")  # what such names begin with
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,17 @@ def read_traits(architecture: str, raw: Mapping[str, Any], *, source: str) -> Tr
     return family.read(raw, source)
 
 
+def describe_refusal(architectures: Sequence[Any]) -> str:
+    """Why one of these is known and not computed, for messages; else empty."""
+    for name in architectures:
+        if str(name).startswith(_LINEAR_ATTENTION):
+            return (
+                " (most of its layers are linear attention, which is not computed here; its mtp.* "
+                "weights can be read, described and written back: mtp_train.native.qwen)"
+            )
+    return ""
+
+
 def describe_supported() -> str:
     """The table in one line, for messages."""
     return ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
@@ -82,6 +95,13 @@ def _read_qwen2(raw: Mapping[str, Any], source: str) -> Traits:
     return Traits(LayerParts(qkv_bias=True))
 
 
+def _read_mimo(raw: Mapping[str, Any], source: str) -> Traits:
+    """MiMo (arXiv:2505.07608) is Qwen2's decoder, and has an MTP module beside it."""
+    only(raw, "use_mrope", source, supported=False)
+    traits = _read_qwen2(raw, source)
+    return replace(traits, num_native_heads=count(raw, "num_nextn_predict_layers", source))
+
+
 def _read_qwen3(raw: Mapping[str, Any], source: str) -> Traits:
     _refuse_windows(raw, source)
     bias = flag(raw, "attention_bias", source)
@@ -98,6 +118,7 @@ def _read_deepseek_v2(raw: Mapping[str, Any], source: str) -> Traits:
         PLAIN_LAYER,
         latent=read_latent(raw, source),
         experts=read_deepseek_v2_experts(raw, source),
+        num_native_heads=count(raw, "num_nextn_predict_layers", source),
     )
 
 
@@ -131,6 +152,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "LlamaForCausalLM": Family("Llama 2 to 3.3 and their kind", _read_llama),
         "MistralForCausalLM": Family("Mistral", _read_mistral, stated=("num_key_value_heads",)),
         "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", _read_qwen2, stated=("num_key_value_heads",)),
+        "MiMoForCausalLM": Family("MiMo", _read_mimo, stated=("num_key_value_heads",)),
         "Qwen3ForCausalLM": Family(
             "Qwen3, dense", _read_qwen3, stated=("num_key_value_heads", "head_dim")
         ),

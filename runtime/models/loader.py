@@ -271,10 +271,7 @@ class Checkpoint:
             path,
             config.tensor_shapes(),
             tied=config.tie_word_embeddings,
-            unread=tuple(
-                f"model.layers.{config.num_layers + index}."
-                for index in range(config.num_native_heads)
-            ),
+            unread=config.native_prefixes,
             quantisation=config.quantisation,
         )
 
@@ -353,6 +350,18 @@ class Checkpoint:
         if self._is_tied:
             return embedding_VD, embedding_VD
         return embedding_VD, self.read("lm_head.weight", dtype=dtype, device=device)
+
+    def holds(self, name: str) -> bool:
+        """Whether the directory has a tensor of that name, asked for or not."""
+        return name in self._file_of
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._schemes
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a tensor that is not quantised."""
+        with safe_open(self._file_of[name], framework="pt") as handle:
+            return handle.get_slice(name)[:0].dtype
 
     def read_stored(self, name: str) -> torch.Tensor:
         """One tensor as it is stored, on the host; nothing of the file stays mapped."""

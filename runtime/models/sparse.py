@@ -27,7 +27,7 @@ def read_qwen3_experts(raw: Mapping[str, Any], source: str) -> ExpertSpec:
         num_chosen=positive(raw, "num_experts_per_tok", source),
         inner=positive(raw, "moe_intermediate_size", source),
         normalises=flag(raw, "norm_topk_prob", source),
-        dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % step),
+        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
     )
     return _checked(spec, source)
 
@@ -110,7 +110,7 @@ def _read_deepseek_experts(
         num_shared=count(raw, "n_shared_experts", source),
         scaling=number({"routed_scaling_factor": scaling, **raw}, "routed_scaling_factor", source),
         is_float32=True,
-        dense_layers=frozenset(range(min(dense, layers))),
+        dense_layers=tuple(range(min(dense, layers + 1))),  # an MTP layer is one more
         **own,
     )
     return _checked(spec, source)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from mtp_train.config import ExportFormat
 from mtp_train.export.layouts.base import Layout
+from mtp_train.export.layouts.deepseek import DeepseekLayout
 from mtp_train.export.layouts.eagle import EagleSglangLayout, EagleVllmLayout
 from mtp_train.export.layouts.eagle3 import Eagle3Layout
 from mtp_train.export.layouts.medusa import MedusaLayout
@@ -18,6 +19,7 @@ LAYOUTS: Mapping[ExportFormat, Layout] = MappingProxyType(
         layout.name: layout
         for layout in (
             MimoLayout(),
+            DeepseekLayout(),
             Eagle3Layout(),
             SpeculatorsLayout(),
             EagleVllmLayout(),

@@ -19,6 +19,7 @@ import torch
 
 from mtp_train.config import ExportFormat
 from runtime.head_spec import HeadSpec, RopeSpec
+from runtime.models.config import ModelConfig
 
 TARGET_EMBEDDING = "model.embed_tokens.weight"
 TARGET_LM_HEAD = "lm_head.weight"
@@ -31,7 +32,7 @@ Matches = Callable[[torch.Tensor], bool]
 
 _CARRIED_BY: Mapping[HeadKind, str] = MappingProxyType(
     {
-        "mtp": "export.format=mimo is the layout of MTP heads",
+        "mtp": "export.format=mimo is the layout of MTP heads, deepseek that of DeepSeek targets",
         "eagle": "export.format=eagle (vLLM) and eagle_sglang are the layouts of EAGLE-1",
         "eagle3": "export.format=eagle3 (vLLM, SGLang) and speculators are the layouts of EAGLE-3",
         "medusa": "export.format=medusa (vLLM) is the layout of Medusa heads",
@@ -62,7 +63,16 @@ class Layout(ABC):
     sglang_algorithm: ClassVar[str]
     carries_draft_vocab: ClassVar[bool]
     reserved_in_paths: ClassVar[tuple[str, ...]]  # by which vLLM would read another method
-    copies: ClassVar[Mapping[str, str]]  # layout's name -> the target's tensor that it is a copy of
+    copies: Mapping[str, str]  # layout's name -> the target's tensor that it is a copy of
+
+    def at(self, num_target_layers: int) -> Layout:
+        """This layout for a target of so many layers, where names follow from that."""
+        del num_target_layers
+        return self
+
+    def refuse_target(self, target: ModelConfig) -> None:
+        """Raise ``ValueError`` for a target beside which engines do not read this layout."""
+        del target
 
     @abstractmethod
     def served_spec(self, spec: HeadSpec) -> HeadSpec:

@@ -37,7 +37,7 @@ def head_spec(target: Target, **overrides: Any) -> HeadSpec:
     """A head whose layer is of the target's kind, unless told :data:`PLAIN`."""
     config = target.config
     has_experts = config.has_experts(config.num_layers - 1)
-    experts = replace(config.experts, dense_layers=frozenset()) if has_experts else None
+    experts = replace(config.experts, dense_layers=()) if has_experts else None
     values: dict[str, Any] = {
         "kind": "mtp",
         "hidden_size": config.hidden_size,

@@ -329,7 +329,7 @@ def test_a_head_follows_the_last_layer_unless_it_is_told_to_be_plain(family: str
     assert config.experts is not None
     spec = make_head_spec(HeadConfig(decoder="target", init="last_layer"), config, fingerprint="")
     assert spec.latent == config.latent
-    assert spec.experts == dataclasses.replace(config.experts, dense_layers=frozenset())
+    assert spec.experts == dataclasses.replace(config.experts, dense_layers=())
     own = {n.removeprefix("layers.0.") for n in spec.tensor_shapes() if n.startswith("layers.0.")}
     assert own == config.block_shapes(1).keys()
     assert HeadSpec.from_json(spec.to_json()) == spec
