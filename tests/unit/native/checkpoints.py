@@ -89,7 +89,7 @@ def random_module(
 
 def save_deepseek(path: Path, family: str = "deepseekv3", **overrides: Any) -> dict[str, Any]:
     """A target with its own MTP module; returns the module's tensors, named as in the file."""
-    save_model(path, family, vocab_size=VOCAB, **{"rms_norm_eps": 1e-6, **overrides})
+    save_model(path, family, **{"vocab_size": VOCAB, "rms_norm_eps": 1e-6, **overrides})
     layers = SMALL["num_hidden_layers"]
     prefix, like = f"model.layers.{layers}.", f"model.layers.{layers - 1}."
     has_rank = OWN[family]["q_lora_rank"] is not None
