@@ -430,6 +430,16 @@ def _check_engine(config: Config) -> None:
     _check_not_trained_on(config, "engine.sets")
 
 
+def _check_export(config: Config) -> None:
+    export = config.export
+    if export.copy_to and export.format not in ("mimo", "deepseek"):
+        raise ConfigError(
+            f"export.copy_to={export.copy_to!r} with export.format={export.format}: a target can "
+            "hold MTP weights of its own alone; use export.format=deepseek, or mimo for a MiMo "
+            "target"
+        )
+
+
 def _check_known_sets(config: Config, path: str) -> None:
     names = get_field(config, path)
     known = ", ".join(_EVALUATION_SETS)
@@ -487,6 +497,7 @@ _COMBINATIONS: tuple[Callable[[Config], None], ...] = (
     _check_validation,
     _check_generate,
     _check_attention,
+    _check_export,
     _check_engine,
     _check_files,
 )

@@ -407,8 +407,9 @@ class HeadSpec:
                 raw = raw | _ADDED[added]
             raw = raw | {"version": SPEC_VERSION}
         if isinstance(raw, dict):
-            left_out = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)}
-            raw = left_out | {"latent": None, "experts": None} | raw
+            left_out: dict[str, Any] = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)}
+            left_out |= {"latent": None, "experts": None}
+            raw = left_out | raw
             if isinstance(raw.get("rope"), dict):
                 raw = raw | {"rope": {"yarn": None} | raw["rope"]}
         return _from_mapping(cls, raw, source)

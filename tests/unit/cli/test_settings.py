@@ -197,6 +197,14 @@ def test_a_wrong_value_is_refused_with_one_clear_line(path: str, value: Any, mes
             r"head\.init='nowhere': must be random, target_norm, last_layer",
         ),
         (
+            {"head.init": "native", "head.decoder": "llama"},
+            r"head\.init=native with head\.decoder=llama: .*; set head\.decoder=target",
+        ),
+        (
+            {"export.format": "eagle3", "export.copy_to": "there"},
+            r"export\.copy_to='there' with export\.format=eagle3: .*format=deepseek",
+        ),
+        (
             {"head.kind": "eagle3"},
             r"head\.first_embedding_mask=true with head\.kind=eagle3: .* has false; .* head=eagle3",
         ),
