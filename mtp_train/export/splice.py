@@ -33,9 +33,7 @@ def splice_export(export: Path, target_dir: Path, out_dir: Path) -> Splice:
         )
     prefix = target.native_prefix(0)
     tensors = {
-        name: tensor
-        for name, tensor in read_weights(export).items()
-        if name.startswith(prefix)
+        name: tensor for name, tensor in read_weights(export).items() if name.startswith(prefix)
     }
     config: dict[str, Any] = {"num_nextn_predict_layers": 1}
     return splice_into_copy(target_dir, out_dir, tensors, replaces=prefix, config=config)

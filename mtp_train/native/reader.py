@@ -18,10 +18,11 @@ from mtp_train.features.target import cache_directory, target_directory
 from mtp_train.heads.init import make_head_spec
 from mtp_train.native.drift import Drift, measure_drift, relative_difference
 from mtp_train.native.names import SHARED_COPIES, layout_of, stored_name
+from mtp_train.native.splice import list_tensors
 from mtp_train.run_dir import NATIVE_HEAD, RunDirectory
 from runtime.head_spec import CONFIG_NAME, HeadSpec, load_head, save_head
 from runtime.models.config import ModelConfig, load_config
-from runtime.models.loader import Checkpoint, fingerprint_target
+from runtime.models.loader import Checkpoint, fingerprint_target, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,13 @@ def describe_drift(drift: Drift) -> str:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether it is a model's directory, not a head's."""
+    """Whether it is a model's directory, not a head's: an exported head has ``architectures`` in
+    its ``config.json`` too, but no final norm of a model.
+    """
     file = directory / CONFIG_NAME
-    return file.is_file() and '"architectures"' in file.read_text()
+    if not file.is_file() or '"architectures"' not in file.read_text():
+        return False
+    return any("model.norm.weight" in list_tensors(weights) for weights in weight_files(directory))
 
 
 def keep_native_head(config: Config) -> Path | None:

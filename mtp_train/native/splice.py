@@ -86,7 +86,7 @@ def _write(
             shutil.copyfile(file, staged / file.name)
     raw = json.loads((source / CONFIG_NAME).read_text())
     (staged / CONFIG_NAME).write_text(json.dumps(raw | dict(config), indent=2) + "\n")
-    contents = {file: _sizes(file) for file in sorted(source.glob("*.safetensors"))}
+    contents = {file: list_tensors(file) for file in sorted(source.glob("*.safetensors"))}
     listed = _listed(source)
     if listed is not None:  # other files are no part of the model
         contents = {file: sizes for file, sizes in contents.items() if file.name in listed}
@@ -124,8 +124,8 @@ def _listed(source: Path) -> set[str] | None:
     return set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
 
 
-def _sizes(file: Path) -> dict[str, int]:
-    """Bytes of every tensor by name, from the header."""
+def list_tensors(file: Path) -> dict[str, int]:
+    """Bytes of every tensor of a safetensors file by name, from its header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

@@ -329,6 +329,8 @@ def test_an_export_reads_back_with_p2_and_a_copy_of_the_target_holds_it(
     spec = random_native(tmp_path, kind)
     place = export(tmp_path, kind)
     check_export(place, target_dir=tmp_path / "target")
+    assert [is_checkpoint(tmp_path / name) for name in ("target", "head")] == [True, False]
+    assert not is_checkpoint(place)
     sequences = [ids for ids in make_prompts() if len(ids) > 4]
     assert p2.check(subject(tmp_path / "target", place), sequences, k=3).passed
     source = tmp_path / "target"
