@@ -135,12 +135,16 @@ def _expected(text: Mapping[str, Any], source: str, *, fused: bool) -> dict[str,
         "self_attn.q_norm.weight": (dim,),
         "self_attn.k_norm.weight": (dim,),
     }
-    mlps = {"mlp": text.get("intermediate_size")}
-    if text.get("num_experts"):
-        count, inner = text["num_experts"], text["moe_intermediate_size"]
+    mlps: dict[str, int] = {}
+    if not text.get("num_experts"):
+        mlps["mlp"] = positive(text, "intermediate_size", source)
+    else:
+        count = positive(text, "num_experts", source)
+        inner = positive(text, "moe_intermediate_size", source)
         block["mlp.gate.weight"] = (count, width)
         block["mlp.shared_expert_gate.weight"] = (1, width)
-        mlps = {"mlp.shared_expert": text["shared_expert_intermediate_size"]}
+        shared = positive(text, "shared_expert_intermediate_size", source)
+        mlps["mlp.shared_expert"] = shared
         if fused:
             block[_FUSED[0]] = (count, 2 * inner, width)
             block[_FUSED[1]] = (count, width, inner)

@@ -48,8 +48,8 @@ def native_spec(target: ModelConfig, *, fingerprint: str, source: str) -> HeadSp
             "the model that it was tuned from: head.init=<its directory>"
         )
     is_mimo = layout_of(target) == "mimo"
-    concat = "hidden_embedding" if is_mimo else "embedding_hidden"
-    spec = make_head_spec(HeadConfig(concat=concat), target, fingerprint=fingerprint)
+    head = HeadConfig(concat="hidden_embedding" if is_mimo else "embedding_hidden")
+    spec = make_head_spec(head, target, fingerprint=fingerprint)
     experts = None
     if target.experts is not None and target.has_experts(target.num_layers):
         experts = replace(target.experts, dense_layers=())
