@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not vllm_python().is_file(), reason="no vLLM here; make interop builds one"),
 ]
 VOCAB = 24
-# The published widths of a latent and of a head's parts, the only ones that vLLM's kernel has.
+# Widths of a latent and of a head's parts are the published ones, which vLLM's kernel is made for.
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -38,6 +38,8 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "n_group": 1,  # vLLM's router on a CPU wants both stated, as published configurations do
+    "topk_group": 1,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
