@@ -50,7 +50,7 @@ class MedusaLayout(Layout):
     sglang_algorithm = ""
     carries_draft_vocab = False
     reserved_in_paths = METHODS_IN_PATHS
-    copies: ClassVar[Mapping[str, str]] = MappingProxyType({LM_HEAD_NAME: TARGET_LM_HEAD})
+    copies: Mapping[str, str] = MappingProxyType({LM_HEAD_NAME: TARGET_LM_HEAD})
 
     def copied(self, spec: HeadSpec) -> Mapping[str, str]:
         return {} if spec.own_lm_heads else self.copies
