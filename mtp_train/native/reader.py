@@ -33,7 +33,9 @@ _MAY_DIFFER = ("target_fingerprint", "max_position_embeddings")
 
 @dataclass(frozen=True)
 class NativeHead:
-    """``tensors`` under native names, in the dtype that they are stored in (quantised: bfloat16)."""
+    """``tensors`` under native names, in the dtype that they are stored in; bfloat16 where they are
+    quantised.
+    """
 
     spec: HeadSpec
     tensors: dict[str, torch.Tensor]
