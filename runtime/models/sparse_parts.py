@@ -26,7 +26,7 @@ def sparse_parts(
     group: ProcessGroup,
 ) -> tuple[Attention | None, Mlp | None]:
     """What takes the place of a block's attention and MLP, for :func:`runtime.layers.build_block`,
-    with its arguments; ``None`` where the plain part stays. ``num_heads``: query heads of this rank.
+    with its arguments; ``None`` where the plain part stays. ``num_heads``: this rank's query heads.
     """
     attention: Attention | None = None
     mlp: Mlp | None = None
