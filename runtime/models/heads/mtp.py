@@ -222,6 +222,7 @@ def _make_block(
         head_dim=spec.head_dim,
         group=target.group,
         latent=spec.latent,
+        expert_parallel=target.expert_parallel and spec.experts is not None,
     )
 
     def take_share(name: str) -> torch.Tensor:

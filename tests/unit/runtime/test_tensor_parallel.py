@@ -268,9 +268,11 @@ class Recompute:
             share_heads(config.num_heads, config.num_kv_heads, rank=rank, world_size=width)
             for rank in range(width)
         ]
-        self._draft_heads = [share.kv for share in shares]
         whole = (0,)  # a latent cache, on every rank
-        self._target_heads = [whole if config.latent else heads for heads in self._draft_heads]
+        self._draft_heads, self._target_heads = (
+            [whole if latent else share.kv for share in shares]
+            for latent in (case.spec.latent, config.latent)
+        )
 
     @torch.inference_mode()
     def check(self, engine: Engine, engines: Sequence[Engine]) -> None:
