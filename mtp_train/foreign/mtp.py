@@ -271,7 +271,11 @@ def _sparse_shapes(files: HeadFiles, sizes: Sizes, names: _Names) -> dict[str, S
 
 def _why_not(sizes: Sizes, sparse: str, modules: int) -> str:
     return join_reasons(
-        (bool(sparse), f"its layer has {sparse}, those of heads here have neither"),
+        (
+            bool(sparse),
+            f"its layer has {sparse}: read from the target's own checkpoint (head.init=native) or "
+            "from a directory with its export.json",
+        ),
         (modules > 1, f"it has {modules} modules, one per step; heads here have one"),
         (sizes.rope is None, f"RoPE: {sizes.rope_note}"),
     )

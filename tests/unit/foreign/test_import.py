@@ -32,7 +32,8 @@ from tests.unit.foreign.heads import (
     rename,
 )
 
-FORMATS = get_args(ExportFormat)
+# Latent attention and experts are read with the record alone (tests/unit/native).
+FORMATS = tuple(name for name in get_args(ExportFormat) if name != "deepseek")
 
 
 def same_weights(found: Any, wanted: dict[str, torch.Tensor]) -> bool:
