@@ -27,6 +27,24 @@ TARGET_LM_HEAD = "lm_head.weight"
 # of EAGLE's.
 METHODS_IN_PATHS = ("eagle-", "eagle3", "dflash", "dspark")
 
+# What engines compute for an MTP head, whatever they call its tensors.
+MTP_CARRIED: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_layers": 1,
+        "block": "llama",
+        "hidden_source": "g",
+        "norm_form": "w",
+        "logits_from": "post_norm",
+        "recycle": "post_norm",
+        "residual": "standard",
+        "first_embedding_mask": True,
+        "projection_bias": False,
+        "position_offset": 0,
+        "embedding": "target",
+        "lm_head": "target",
+    }
+)
+
 HeadKind = Literal["mtp", "eagle", "eagle3", "medusa"]
 Matches = Callable[[torch.Tensor], bool]
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mtp_train.export.layouts.base import (
     METHODS_IN_PATHS,
+    MTP_CARRIED,
     Layout,
     Matches,
     TargetFacts,
@@ -44,22 +44,6 @@ from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec
 from runtime.models.config import ModelConfig
 from runtime.rope import yarn_attention_factor, yarn_mscale
 
-_CARRIED: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_layers": 1,
-        "block": "llama",
-        "hidden_source": "g",
-        "norm_form": "w",
-        "logits_from": "post_norm",
-        "recycle": "post_norm",
-        "residual": "standard",
-        "first_embedding_mask": True,
-        "projection_bias": False,
-        "position_offset": 0,
-        "embedding": "target",
-        "lm_head": "target",
-    }
-)
 _DIGITS = 6  # of mscale, which configurations state with three or four
 _ROUNDING = 1e-6
 
@@ -160,7 +144,7 @@ class DeepseekLayout(Layout):
         for name, is_present in vars(spec.norms).items():
             if not is_present:
                 raise ValueError(f"head norms.{name}=false: the deepseek layout has all five norms")
-        refuse_differing(spec, _CARRIED, layout=self.name)
+        refuse_differing(spec, MTP_CARRIED, layout=self.name)
         if spec.layer_parts != PLAIN_LAYER:
             raise ValueError(
                 f"head layer_parts: {spec.layer_parts}: the deepseek layout has no biases and no "

@@ -30,6 +30,7 @@ import torch
 
 from mtp_train.export.layouts.base import (
     METHODS_IN_PATHS,
+    MTP_CARRIED,
     TARGET_EMBEDDING,
     TARGET_LM_HEAD,
     Layout,
@@ -53,22 +54,6 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         "hnorm.weight": "hidden_layernorm.weight",
         "eh_proj.weight": "input_proj.weight",
         "norm.weight": "final_layernorm.weight",
-    }
-)
-_CARRIED: Mapping[str, Any] = MappingProxyType(
-    {
-        "num_layers": 1,
-        "block": "llama",
-        "hidden_source": "g",
-        "norm_form": "w",
-        "logits_from": "post_norm",
-        "recycle": "post_norm",
-        "residual": "standard",
-        "first_embedding_mask": True,
-        "projection_bias": False,
-        "position_offset": 0,
-        "embedding": "target",
-        "lm_head": "target",
     }
 )
 
@@ -150,7 +135,7 @@ class MimoLayout(Layout):
         for name, is_present in vars(spec.norms).items():
             if not is_present:
                 raise ValueError(f"head norms.{name}=false: the mimo layout has all five norms")
-        refuse_differing(spec, _CARRIED, layout=self.name)
+        refuse_differing(spec, MTP_CARRIED, layout=self.name)
         uncarried = replace(spec.layer_parts, qkv_bias=False)
         if uncarried != PLAIN_LAYER:
             raise ValueError(
