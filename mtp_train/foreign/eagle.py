@@ -32,7 +32,7 @@ from mtp_train.foreign.reading import (
 )
 from mtp_train.foreign.sizes import Sizes, read_sizes
 from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, layer_prefix
-from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, LayerParts
 
 LM_HEAD_NAME = "lm_head.weight"
 _INPUT_NORM = "layers.0.input_layernorm.weight"
@@ -132,15 +132,7 @@ def _normed(spec: HeadSpec) -> dict[str, Shape]:
 
 def _more_layers(sizes: Sizes, count: int) -> dict[str, Shape]:
     """Of layers behind the first, which have all their norms."""
-    shapes = layer_shapes(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        parts=LayerParts(),
-        inputs=sizes.hidden_size,
-    )
+    shapes = sizes.layer_shapes(LayerParts())
     return {
         layer_prefix(index) + name: shape
         for index in range(1, count)
@@ -157,15 +149,7 @@ def _parts(there: set[str]) -> LayerParts:
 
 
 def _biases(sizes: Sizes, parts: LayerParts) -> dict[str, Shape]:
-    shapes = layer_shapes(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        parts=parts,
-        inputs=sizes.hidden_size,
-    )
+    shapes = sizes.layer_shapes(parts)
     return {f"layers.0.{n}": shape for n, shape in shapes.items() if n.endswith(".bias")}
 
 

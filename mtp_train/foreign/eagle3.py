@@ -46,7 +46,7 @@ from runtime.head_spec import (
     hash_vocab_ids,
     layer_prefix,
 )
-from runtime.layer_parts import PLAIN_LAYER, LayerParts, layer_shapes
+from runtime.layer_parts import PLAIN_LAYER, LayerParts
 
 _LAYER = "layers.0."
 _ALIAS = "midlayer."
@@ -300,15 +300,7 @@ def _contract(
 
 
 def _layer(sizes: Sizes, index: int, parts: LayerParts, *, inputs: int) -> dict[str, Shape]:
-    shapes = layer_shapes(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        parts=parts,
-        inputs=inputs,
-    )
+    shapes = sizes.layer_shapes(parts, inputs=inputs)
     return {layer_prefix(index) + name: shape for name, shape in shapes.items()}
 
 

@@ -11,7 +11,7 @@ from mtp_train.foreign.formats import FORMATS
 from mtp_train.foreign.reading import FormatReader, Given, Reading, common_facts, layer_block
 from mtp_train.foreign.sizes import Sizes, read_sizes
 from runtime.head_spec import HeadSpec
-from runtime.layer_parts import LayerParts, layer_shapes
+from runtime.layer_parts import LayerParts
 
 
 class NativeReader(FormatReader):
@@ -128,13 +128,5 @@ def _target_layers(files: HeadFiles) -> tuple[list[int], str]:
 
 
 def _qwen3_layer(sizes: Sizes, index: int) -> dict[str, Shape]:
-    shapes = layer_shapes(
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        parts=LayerParts(qk_norm=True),
-        inputs=sizes.hidden_size,
-    )
+    shapes = sizes.layer_shapes(LayerParts(qk_norm=True))
     return {f"layers.{index}.{name}": shape for name, shape in shapes.items()}

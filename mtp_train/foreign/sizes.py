@@ -13,6 +13,7 @@ from typing import Any
 
 from mtp_train.foreign.findings import Finding
 from runtime.head_spec import CONFIG_NAME, RopeSpec
+from runtime.layer_parts import LayerParts, layer_shapes
 from runtime.models.config import parse_rope
 
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -51,6 +52,20 @@ class Sizes:
             "rope": self.rope or _UNREADABLE,
             "target_fingerprint": "",
         }
+
+    def layer_shapes(
+        self, parts: LayerParts, *, inputs: int | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Of a plain decoder layer, by name; ``inputs`` of its attention are ``hidden_size``."""
+        return layer_shapes(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            parts=parts,
+            inputs=self.hidden_size if inputs is None else inputs,
+        )
 
 
 @dataclass(frozen=True)
