@@ -173,7 +173,7 @@ def _check_disk(machine: Machine, min_free_share: float) -> Finding:
             "disk",
             "fail",
             f"{text}: below features.min_free_disk_share={min_free_share}, mtp precompute would "
-            "refuse",
+            "refuse all but small dumps",
             "free some, or name a larger disk: run.root=/large/disk",
         )
     if disk.free < ROOMY_DISK:

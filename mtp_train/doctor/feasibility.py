@@ -16,7 +16,7 @@ from mtp_train.config import Codec, Config
 from mtp_train.console import format_bytes
 from mtp_train.doctor.facts import Finding, Machine
 from mtp_train.features.codecs import STORED_DTYPES
-from mtp_train.features.estimate import estimate_size
+from mtp_train.features.estimate import estimate_size, room_for_dump
 from mtp_train.features.target import target_directory, target_dtype
 from mtp_train.heads.init import follows_target, make_head_spec, unknown_draft_vocab
 from mtp_train.layer_ids import choose_layer_ids
@@ -154,7 +154,8 @@ def _check_weights(sizes: Sizes, model: ModelConfig, machine: Machine, *, is_gpu
 def _check_features(sizes: Sizes, config: Config, machine: Machine) -> Finding:
     listed = ", ".join(f"{codec} {format_bytes(size)}" for codec, size in sizes.features.items())
     disk = machine.disk
-    spare = max(0.0, disk.free - config.features.min_free_disk_share * disk.total)
+    share = config.features.min_free_disk_share
+    spare = room_for_dump(disk.total, disk.free, min_free_share=share)
     fitting = spare / sizes.features[config.features.codec]
     text = (
         f"per million tokens {listed}; {fitting:,.1f} million fit on the disk in "

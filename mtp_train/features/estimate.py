@@ -13,6 +13,7 @@ from mtp_train.console import format_bytes
 from mtp_train.features.codecs import bytes_per_row
 
 _IDS_AND_MASK = 5  # int32 id + bool mask per token
+_NEGLIGIBLE = 100  # a dump of less than this fraction of the free space fills no disk
 _PER_SAMPLE = 128  # id, length, mask hash in the shard's metadata and in the manifest
 _CODECS: tuple[Codec, ...] = ("fp32", "bf16", "fp8_e4m3")
 
@@ -72,6 +73,13 @@ def estimate_size(
     return SizeEstimate(len(lengths), sum(lengths), hidden_size, codec, num_states)
 
 
+def room_for_dump(total: int, free: int, *, min_free_share: float) -> int:
+    """Bytes that a dump may take of a disk (``total``, ``free`` bytes) so that ``min_free_share``
+    of its size stays free; a hundredth of what is free in any case: that fills no disk.
+    """
+    return max(free - int(min_free_share * total), free // _NEGLIGIBLE)
+
+
 def check_free_disk(
     estimate: SizeEstimate,
     path: Path,
@@ -81,10 +89,10 @@ def check_free_disk(
 ) -> None:
     """Raise ``ValueError`` (needed, free, how to reduce) when the dump would fill the disk.
 
-    ``min_free_share`` of the disk's size must stay free afterwards.
+    ``min_free_share`` of the disk's size must stay free afterwards (:func:`room_for_dump`).
     """
     disk = usage(path)
-    available = disk.free - int(min_free_share * disk.total)
+    available = room_for_dump(disk.total, disk.free, min_free_share=min_free_share)
     if estimate.num_bytes <= available:
         return
     advice = [
@@ -96,5 +104,5 @@ def check_free_disk(
     raise ValueError(
         f"features={path}: {estimate.describe()} needed, but {format_bytes(disk.free)} are free of "
         f"{format_bytes(disk.total)} and features.min_free_disk_share={min_free_share} must stay "
-        f"free, which leaves {format_bytes(max(available, 0))}. To reduce: {'; '.join(advice)}"
+        f"free, which leaves {format_bytes(available)}. To reduce: {'; '.join(advice)}"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtp_train.console import format_bytes
-from mtp_train.features.estimate import DiskUsage, check_free_disk, estimate_size
+from mtp_train.features.estimate import DiskUsage, DiskUsageFn, check_free_disk, estimate_size
 from tests.unit.features.stores import WIDTH, make_samples, write_store
 
 
@@ -34,6 +34,20 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_how_to_reduce(tmp_path: 
     assert "features.codec=fp8_e4m3 needs 1.1 MB" in str(caught.value)
     assert "features.codec=fp32" not in str(caught.value)
     assert "min_free_disk_share=0.0501" in str(caught.value)
+
+
+def test_a_small_dump_is_let_through_on_a_nearly_full_disk(tmp_path: Path) -> None:
+    estimate = estimate_size([1000] * 10, hidden_size=100, codec="bf16")
+
+    def usage_of(free: int) -> DiskUsageFn:
+        return lambda path: DiskUsage(total=100 * free, used=99 * free, free=free)
+
+    small = usage_of(100 * estimate.num_bytes)
+    check_free_disk(estimate, tmp_path, min_free_share=0.05, usage=small)
+    with pytest.raises(ValueError, match="must stay free"):
+        check_free_disk(
+            estimate, tmp_path, min_free_share=0.05, usage=usage_of(99 * estimate.num_bytes)
+        )
 
 
 def test_bytes_are_shown_with_a_unit() -> None:
