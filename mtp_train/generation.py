@@ -21,6 +21,7 @@ from mtp_train.config import Config
 from mtp_train.distributed import init_process_group
 from mtp_train.draft_model import open_draft_model
 from mtp_train.features.target import load_tokenizer
+from mtp_train.foreign.importing import with_native_heads
 from mtp_train.native.reader import keep_native_head
 from mtp_train.run_dir import PARITY_NAME, RunDirectory, read_json
 from mtp_train.validate.measure import fit_engine
@@ -147,8 +148,9 @@ def open_answering(config: Config, prompt: str) -> Answering:
     device = init_process_group(device=config.target.device).device
     if device.type == "cpu":
         set_threads(config.runtime.num_threads)
-    run = RunDirectory.from_config(config)
     keep_native_head(config)
+    config = with_native_heads(config)
+    run = RunDirectory.from_config(config)
     settings = config.generate
     head_path = Path(settings.head) if settings.head else run.head
     subject = open_subject(config, head_path, device=device)

@@ -130,7 +130,7 @@ def run_train(config: Config) -> int:
 
 
 def _with_native_heads(config: Config, scope: StageScope) -> Config:
-    """``head.init`` and ``validate.head`` as native heads, whoever wrote them."""
+    """The heads that ``config`` names as native ones, whoever wrote them."""
     from mtp_train.distributed import run_on_leader
     from mtp_train.foreign.importing import with_native_heads
 
@@ -225,6 +225,8 @@ def run_hot_vocab(config: Config) -> int:
     from mtp_train.hot_vocab import stage
 
     with open_stage(config, "hot-vocab", timeout_s=_LEADER_TIMEOUT_S) as scope:
+        _keep_native_head(config, scope)
+        config = _with_native_heads(config, scope)
         report = run_on_leader(scope.group, lambda: stage.run(config, device=scope.group.device))
         scope.console.print(stage.table(report))
         if report.is_new:
@@ -278,9 +280,10 @@ def run_report(config: Config) -> int:
 
 def run_preflight(config: Config) -> int:
     """Every hop of the line on a few prompts; 1 when one of them fails."""
+    from mtp_train.foreign.importing import with_native_heads
     from mtp_train.preflight.stage import run
 
-    return run(config)
+    return run(with_native_heads(config))
 
 
 def _prepare_data(config: Config, scope: StageScope) -> None:

@@ -43,9 +43,8 @@ def load_any_head(directory: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
     if config.is_file() and "architectures" in read_json(config):
         raise ValueError(
             f"head={directory}: {CONFIG_NAME} is that of a serving engine, but {EXPORT_NAME}, "
-            "which `mtp export` writes beside it, is missing; heads of others are read by mtp "
-            "train, validate and export (head.init, validate.head), and then lie natively in "
-            "runs/<name>/imported"
+            "which `mtp export` writes beside it, is missing; as head.init, "
+            "validate.head and generate.head, heads of others are read into runs/<name>/imported"
         )
     return load_head(directory)
 

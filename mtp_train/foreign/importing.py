@@ -153,18 +153,19 @@ def native_directory(
 
 
 def with_native_heads(config: Config) -> Config:
-    """``config`` with native heads in the place of those that ``head.init`` and ``validate.head``
-    name, made below the run's directory where that is needed. Raises ``ValueError`` as
-    :func:`read_foreign` does. For one rank.
+    """``config`` with native heads in the place of those that ``head.init``, ``validate.head`` and
+    ``generate.head`` name, made below the run's directory where that is needed. Raises
+    ``ValueError`` as :func:`read_foreign` does. For one rank.
     """
     named = {
         "head.init": "" if config.head.init in BUILT_IN_INITS else config.head.init,
         "validate.head": config.validate.head,
+        "generate.head": config.generate.head,
     }
     native: dict[str, str] = {}
     for key, place in named.items():
-        # the ladder measures an export of ours as it is; training goes on from native heads
-        is_read_as_it_is = key == "validate.head" and is_export(Path(place))
+        # an export of ours is measured as it is; training goes on from native heads
+        is_read_as_it_is = key != "head.init" and is_export(Path(place))
         is_of_a_model = place == NATIVE_HEAD or (key == "head.init" and is_checkpoint(Path(place)))
         if not place or is_read_as_it_is or is_of_a_model:
             continue
@@ -181,6 +182,7 @@ def with_native_heads(config: Config) -> Config:
         config,
         head=replace(config.head, init=native.get("head.init", config.head.init)),
         validate=replace(config.validate, head=native.get("validate.head", config.validate.head)),
+        generate=replace(config.generate, head=native.get("generate.head", config.generate.head)),
     )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from mtp_train.answer_tokens import covered_share, most_frequent
+from mtp_train.export.reader import load_any_head
 from runtime.draft_vocab import reduce_head
-from runtime.head_spec import load_head, save_head
+from runtime.head_spec import save_head
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def write_heads(head_dir: Path, lists: Sequence[HotList], out_dir: Path) -> dict
     """A native directory ``out_dir/<size>`` per list. Raises ``ValueError`` where the head drafts
     from a list already.
     """
-    spec, tensors = load_head(head_dir)
+    spec, tensors = load_any_head(head_dir)
     places = {}
     for hot in lists:
         reduced, with_list = reduce_head(spec, tensors, hot.ids_W, coverage=hot.coverage)

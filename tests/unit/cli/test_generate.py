@@ -19,18 +19,20 @@ from rich.console import Console
 
 from mtp_train import cli
 from mtp_train.config import Config
+from mtp_train.export import write_export
 from mtp_train.generate import run_generate, take_prompt
 from mtp_train.generation import Answer, TimedRun, decode_timed, open_answering
 from mtp_train.generation_report import describe, to_json, token_origins
-from mtp_train.run_dir import write_json_atomic
+from mtp_train.run_dir import read_json, write_json_atomic
 from mtp_train.settings import load_config
 from mtp_train.token_colours import TokenPrinter, style_of
-from runtime.head_spec import save_head
+from runtime.head_spec import EAGLE_FIELDS, save_head
 from runtime.models.llama import LlamaModel
 from runtime.models.loader import load_target
 from runtime.request import Request, SamplingParams, SpecStep, TokenEvent
 from runtime.spec.draft_target import DraftTargetSchedule
 from tests.unit.cli.byte_target import byte_tokenizer, save_byte_target
+from tests.unit.foreign.heads import forget_record
 from tests.unit.runtime.engine_fixtures import (
     StubDraft,
     head_spec,
@@ -119,6 +121,30 @@ def test_the_draft_length_is_what_was_measured_unless_one_is_asked_for(place: Pa
         assert open_answering(make_config(place, draft_layers=[0]), "Hi").k == 3
     finally:
         file.unlink()
+
+
+def test_a_head_that_others_wrote_drafts_and_is_read_once(place: Path, tmp_path: Path) -> None:
+    target = load_target(
+        place / "target",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        cache_dir=place / "cache",
+    )
+    spec = head_spec(target, kind="eagle", **EAGLE_FIELDS)
+    save_head(tmp_path / "head", spec, random_head_tensors(spec))
+    out = tmp_path / "eagle"
+    write_export(
+        tmp_path / "head", out, format="eagle", target_dir=place / "target", unvalidated=True
+    )
+    config = make_config(tmp_path, name="foreign", head=str(out), k=2)
+    config = replace(config, target=make_config(place).target)
+    ours = open_answering(config, "Hi").answer(lambda event: None)
+    forget_record(out)
+    theirs = open_answering(config, "Hi").answer(lambda event: None)
+    assert theirs.run.steps == ours.run.steps
+    assert any(step.draft_ids for step in theirs.run.steps)
+    (imported,) = (tmp_path / "runs" / "foreign" / "imported").iterdir()
+    assert read_json(imported / "import.json")["format"] == "eagle"
 
 
 def test_the_chat_template_is_applied_as_a_server_does(place: Path) -> None:

@@ -15,6 +15,7 @@ from data_prep.config import DataConfig
 from data_prep.token_set import TokenRow, TokenSetWriter, load_token_set
 from mtp_train.answer_tokens import count_answer_tokens, covered_share, most_frequent, train_rows
 from mtp_train.config import Config, HotVocabConfig, RunConfig, TargetConfig, ValidateConfig
+from mtp_train.export import write_export
 from mtp_train.export.engines import servable_by
 from mtp_train.hot_vocab import stage
 from mtp_train.hot_vocab.compare import WHOLE, measure_sizes, time_sizes
@@ -26,7 +27,8 @@ from mtp_train.validate import ladder
 from mtp_train.validate.prompt_sets import PromptSet
 from mtp_train.validate.speed import Timing
 from mtp_train.validate.subject import Subject
-from runtime.head_spec import load_head
+from runtime.head_spec import load_head, save_head
+from tests.unit.foreign.heads import forget_record
 from tests.unit.runtime.engine_fixtures import VOCAB
 from tests.unit.validate.subjects import RUNTIME, make_prompts, make_subject
 
@@ -218,6 +220,30 @@ def test_the_command_measures_keeps_and_does_it_once(
     rows = read_json(root / "hot_vocab.json")["rows"]
     assert {row["size"] for row in rows} == {0, 3}
     assert all(row["speed"] is None for row in rows)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_an_export_is_measured_as_the_head_it_is_of(
+    config: Config, tmp_path: Path, is_ours: bool
+) -> None:
+    out = tmp_path / "out"
+    arguments = {"format": "mimo", "target_dir": tmp_path / "target", "unvalidated": True}
+    spec, tensors = load_head(tmp_path / "head")
+    save_head(tmp_path / "head", replace(spec, concat="hidden_embedding"), tensors)
+    write_export(tmp_path / "head", out, **arguments)  # type: ignore[arg-type]
+    if not is_ours:
+        forget_record(out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    rows = []
+    for name, head in (("native", tmp_path / "head"), ("export", out)):
+        settings = replace(config.validate, head=str(head))
+        speedless = replace(config.hot_vocab, sizes=(4,), speed_prompts=0)
+        own = replace(config, validate=settings, hot_vocab=speedless)
+        assert run_hot_vocab(replace(own, run=replace(config.run, name=name))) == 0
+        rows.append(read_json(tmp_path / "runs" / name / "hot_vocab.json")["rows"])
+    for ours, theirs in zip(*rows, strict=True):
+        assert ours["tau"] == theirs["tau"]
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
 def test_a_head_with_a_list_climbs_the_ladder_and_says_who_can_serve_it(

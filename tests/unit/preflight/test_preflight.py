@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from mtp_train.settings import load_config
 from mtp_train.validate import subject as subject_module
 from mtp_train.validate.served import decode_ours
 from mtp_train.validate.subject import Subject
-from runtime.head_spec import HeadSpec
+from runtime.head_spec import HeadSpec, load_head
 from tests.unit.cli.byte_target import save_byte_target
 from tests.unit.export.tampers import TAMPERS
 from tests.unit.runtime.model_fixtures import kernel_cache
@@ -105,6 +106,26 @@ def test_every_hop_passes_and_what_is_there_is_not_made_again(
     assert hops["runtime"]["figures"] == hops["exported head"]["figures"]
     assert [file.stat().st_mtime_ns for file in made] == before
     assert "your engine was not asked" in capsys.readouterr().out
+
+
+def test_a_head_that_others_wrote_starts_the_training(
+    flown: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "mimo"
+    shutil.copytree(flown / "runs" / "tiny" / "preflight" / "export" / "mimo", out)
+    (out / "export.json").unlink()
+    seen: list[Config] = []
+    monkeypatch.setattr(stage, "run", lambda config: seen.append(config) or 0)
+    config = make_config(flown, head__init=str(out), run__root=str(tmp_path / "runs"))
+    assert stages.run_preflight(config) == 0
+    init = Path(seen[0].head.init)
+    assert tmp_path / "runs" / "tiny" / "imported" == init.parent
+    spec, wanted = load_head(flown / "runs" / "tiny" / "preflight" / "head")
+    own, tensors = load_head(init)
+    halves_DD = wanted["eh_proj.weight"].chunk(2, 1)
+    assert (spec.concat, own.concat) == ("embedding_hidden", "hidden_embedding")
+    assert torch.equal(tensors["eh_proj.weight"], torch.cat(halves_DD[::-1], 1))
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted if "norm" in name)
 
 
 def after_export(change: Callable[[Path], None]) -> Callable[[Config], int]:
