@@ -13,14 +13,16 @@ from mtp_train.export.record import EXPORT_NAME, ExportRecord
 from mtp_train.export.weights import read_weights
 from mtp_train.native.names import layout_of
 from mtp_train.native.splice import Splice, splice_into_copy
+from mtp_train.serving.target_scope import plain_draft_layer
 from runtime.models.config import load_config
 
 
 def splice_export(export: Path, target_dir: Path, out_dir: Path) -> Splice:
     """A copy of the target in ``out_dir`` whose MTP weights are those of the directory ``export``.
 
-    Raises ``ValueError`` for an export that is damaged or of another target, or whose layout is not
-    that of this target's family.
+    The head stays plain: ``quantization_config`` of a quantised target leaves its layer out. Raises
+    ``ValueError`` for an export that is damaged or of another target, or whose layout is not that
+    of this target's family.
     """
     check_export(export, target_dir=target_dir)
     record = ExportRecord.read(export / EXPORT_NAME)
@@ -35,5 +37,5 @@ def splice_export(export: Path, target_dir: Path, out_dir: Path) -> Splice:
     tensors = {
         name: tensor for name, tensor in read_weights(export).items() if name.startswith(prefix)
     }
-    config: dict[str, Any] = {"num_nextn_predict_layers": 1}
+    config: dict[str, Any] = {"num_nextn_predict_layers": 1, **plain_draft_layer(target_dir)}
     return splice_into_copy(target_dir, out_dir, tensors, replaces=prefix, config=config)

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mtp_train.serving.job import EngineLayout, vllm_layout
-from runtime.models.config import load_config
+from runtime.models.config import ModelConfig, load_config
 
-_LINEARS = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def vllm_layout_for(format: str, target: Path) -> EngineLayout:
@@ -28,20 +25,41 @@ def vllm_layout_for(format: str, target: Path) -> EngineLayout:
     told = vllm_layout(format)
     if not told.hf_overrides:
         return told
-    return replace(told, hf_overrides={**told.hf_overrides, **_plain_draft_layer(target)})
+    return replace(told, hf_overrides={**told.hf_overrides, **plain_draft_layer(target)})
 
 
-def _plain_draft_layer(target: Path) -> dict[str, Any]:
-    """``quantization_config`` with the layer behind the target's last one left out, where it is not
-    left out already.
+def plain_draft_layer(target: Path) -> dict[str, Any]:
+    """``quantization_config`` of ``config.json`` with the layer behind the target's last one left
+    out, where it is not left out already.
     """
     config = load_config(target)
     layer, quantisation = f"model.layers.{config.num_layers}.", config.quantisation
-    if quantisation is None or quantisation.scheme_of(f"{layer}{_LINEARS[0]}.weight") is None:
+    linears = _linears(config)
+    if quantisation is None or quantisation.scheme_of(f"{layer}{linears[0]}.weight") is None:
         return {}
     stated = json.loads((target / "config.json").read_text())["quantization_config"]
+    names = [layer + name for name in linears]
     if quantisation.method == "compressed-tensors":
         key, names = "ignore", ["re:" + re.escape(layer) + ".*"]
+    elif stated.get("modules_to_not_convert") and not stated.get("ignored_layers"):
+        key = "modules_to_not_convert"  # vLLM reads it where the other key names nothing
     else:
-        key, names = "ignored_layers", [layer + name for name in _LINEARS]
-    return {"quantization_config": stated | {key: [*(stated.get(key) or []), *names]}}
+        key = "ignored_layers"
+    kept = [name for name in stated.get(key) or [] if name not in names]
+    return {"quantization_config": stated | {key: [*kept, *names]}}
+
+
+def _linears(config: ModelConfig) -> list[str]:
+    """Of the draft layer, as vLLM looks them up in ``ignored_layers``: parts of fused linears by
+    themselves, routed experts as one.
+    """
+    latent = config.latent
+    if latent is None:
+        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    else:
+        queries = ["q_a_proj", "q_b_proj"] if latent.query_rank else ["q_proj"]
+        attention = [*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+    mlp = list(_MLP)  # also beside targets with experts: MiMo's layer is dense
+    if config.experts is not None:
+        mlp += ["experts", *(f"shared_experts.{name}" for name in _MLP)]
+    return [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]

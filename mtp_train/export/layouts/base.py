@@ -19,7 +19,6 @@ import torch
 
 from mtp_train.config import ExportFormat
 from runtime.head_spec import HeadSpec, RopeSpec
-from runtime.models.config import ModelConfig
 
 TARGET_EMBEDDING = "model.embed_tokens.weight"
 TARGET_LM_HEAD = "lm_head.weight"
@@ -87,10 +86,6 @@ class Layout(ABC):
         """This layout for a target of so many layers, where names follow from that."""
         del num_target_layers
         return self
-
-    def refuse_target(self, target: ModelConfig) -> None:
-        """Raise ``ValueError`` for a target beside which engines do not read this layout."""
-        del target
 
     @abstractmethod
     def served_spec(self, spec: HeadSpec) -> HeadSpec:

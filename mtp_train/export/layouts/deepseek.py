@@ -41,7 +41,6 @@ from mtp_train.export.layouts.base import (
 from mtp_train.native.names import SHARED_COPIES, deepseek_prefix, stored_name
 from runtime.head_spec import HeadSpec, RopeSpec
 from runtime.layer_parts import PLAIN_LAYER, ExpertSpec, LatentSpec
-from runtime.models.config import ModelConfig
 from runtime.rope import yarn_attention_factor, yarn_mscale
 
 _DIGITS = 6  # of mscale, which configurations state with three or four
@@ -167,15 +166,6 @@ class DeepseekLayout(Layout):
                 "softmax scores without a bias)"
             )
         _yarn(spec.rope, latent)
-
-    def refuse_target(self, target: ModelConfig) -> None:
-        if target.quantisation is not None:
-            raise ValueError(
-                f"export.format=deepseek with a quantised target ({target.quantisation.label}): "
-                "engines read the module with the target's quantisation, and quantised weights of "
-                "heads are not written. Nearest: a de-quantised copy of the target, or mtp "
-                "generate with this head"
-            )
 
     def describe(self, spec: HeadSpec) -> str:
         return (

@@ -28,6 +28,8 @@ from mtp_train.native.reader import (
     native_spec,
     read_native_head,
 )
+from mtp_train.run_dir import read_json
+from mtp_train.serving.target_scope import vllm_layout_for
 from mtp_train.validate import p2
 from mtp_train.validate.subject import Subject
 from mtp_train.validate.unroll import HiddenSequence, runtime_chain
@@ -51,6 +53,7 @@ from tests.unit.validate.subjects import RUNTIME, make_prompts
 
 CPU = torch.device("cpu")
 PREFIX = "model.layers.2."
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
 KINDS = ["deepseekv3", "deepseekv2", "mimo"]
 CLASSES = {
     "deepseekv3": DeepseekV3ForCausalLM,
@@ -234,8 +237,7 @@ def test_block_fp8_weights_of_the_module_are_dequantised(tmp_path: Path) -> None
     path = tmp_path / "target"
     module = save_deepseek(path)
     meant = store_in_fp8(path)
-    stated = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
-    rewrite_config(path, quantization_config=stated)
+    rewrite_config(path, quantization_config=FP8_BLOCKS)
     share_vocabulary(path, PREFIX)  # as published: not quantised
     found = read_native_head(path, fingerprint="f" * 64)
     name = "layers.0.mlp.experts.3.up_proj.weight"
@@ -301,9 +303,14 @@ def test_a_fine_tune_takes_the_module_of_its_base_and_hears_how_far_it_has_moved
         initial_base_head(tmp_path / "wider", spec, target_dir=tuned)
 
 
-def random_native(path: Path, kind: str) -> HeadSpec:
+def random_native(path: Path, kind: str, *, is_fp8: bool = False) -> HeadSpec:
     """``target`` and a ``head`` of its kind with other weights than its module."""
     save(path / "target", kind)
+    if is_fp8:
+        store_in_fp8(path / "target")
+        rewrite_config(path / "target", quantization_config=FP8_BLOCKS)
+        if kind != "mimo":
+            share_vocabulary(path / "target", PREFIX)
     target = load(path / "target")
     found = read_native_head(path / "target", fingerprint=target.fingerprint)
     tensors = {name: tensor * 1.25 for name, tensor in found.tensors.items()}
@@ -322,11 +329,12 @@ def subject(path: Path, head: Path) -> Subject:
     return Subject(path, head, torch.float32, RUNTIME, cache_dir=path.parent)
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_reads_back_with_p2_and_a_copy_of_the_target_holds_it(
-    kind: str, tmp_path: Path
+    kind: str, is_fp8: bool, tmp_path: Path
 ) -> None:
-    spec = random_native(tmp_path, kind)
+    spec = random_native(tmp_path, kind, is_fp8=is_fp8)
     place = export(tmp_path, kind)
     check_export(place, target_dir=tmp_path / "target")
     assert [is_checkpoint(tmp_path / name) for name in ("target", "head")] == [True, False]
@@ -350,8 +358,13 @@ def test_an_export_reads_back_with_p2_and_a_copy_of_the_target_holds_it(
         {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
         for directory in (source, tmp_path / "copy")
     )
-    assert old.keys() == new.keys()
+    scales = {name for name in old if name.startswith(prefix) and name.endswith("_scale_inv")}
+    assert bool(scales) == is_fp8
+    assert old.keys() - scales == new.keys()
     assert all(torch.equal(new[n], old[n]) for n in old if not n.startswith(prefix))
+    stated = read_json(tmp_path / "copy" / "config.json").get("quantization_config")
+    assert stated == (vllm_layout_for("mimo", source).hf_overrides.get("quantization_config"))
+    assert ("model.layers.2.self_attn.o_proj" in stated["ignored_layers"]) if is_fp8 else not stated
     with pytest.raises(ValueError, match="exists"):
         splice_export(place, source, tmp_path / "copy")
 
@@ -483,11 +496,7 @@ def test_scaling_and_routing_that_deepseeks_keys_do_not_say_are_refused() -> Non
             layout.refuse_uncarried(wrong, drop_draft_vocab=False)
 
 
-def test_an_fp8_target_and_a_target_of_another_family_are_refused(tmp_path: Path) -> None:
-    stated = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    raw = {**published_v3(), "quantization_config": stated}
-    with pytest.raises(ValueError, match=r"quantised target \(fp8.*Nearest: a de-quantised copy"):
-        LAYOUTS["deepseek"].refuse_target(parse_config(raw, generation={}, source="conf"))
+def test_a_target_of_another_family_is_refused(tmp_path: Path) -> None:
     random_native(tmp_path, "mimo")
     place = export(tmp_path, "mimo")
     rewrite_config(tmp_path / "target", architectures=["Qwen2ForCausalLM"])

@@ -363,7 +363,7 @@ def store_in_fp8(path: Path) -> dict[str, torch.Tensor]:
     stored: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(file).items():
-        if "layers" not in name or "norm" in name or ".gate." in name:
+        if "layers" not in name or tensor.ndim != 2 or ".gate." in name:
             stored[name] = meant[name] = tensor
             continue
         rows, columns = (-(-size // part) for size, part in zip(tensor.shape, BLOCK, strict=True))

@@ -55,6 +55,21 @@ def test_an_fp8_target_names_linears_one_by_one(tmp_path: Path) -> None:
     assert len(changed["ignored_layers"]) == 7
 
 
+def test_linears_of_latent_attention_and_experts_are_named_as_vllm_asks(tmp_path: Path) -> None:
+    raw = save_model(tmp_path, "deepseekv3").config.to_dict()
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 |= {"modules_to_not_convert": ["model.layers.0.mlp.up_proj"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": fp8}))
+    changed = vllm_layout_for("deepseek", tmp_path).hf_overrides["quantization_config"]
+    assert "ignored_layers" not in changed  # vLLM would read it instead of the other list
+    first, *rest = changed["modules_to_not_convert"]
+    assert first == "model.layers.0.mlp.up_proj"
+    layer = f"model.layers.{raw['num_hidden_layers']}."
+    parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert {layer + f"self_attn.{name}" for name in parts} < set(rest)
+    assert {layer + "mlp.experts", layer + "mlp.shared_experts.gate_proj"} < set(rest)
+
+
 @pytest.mark.parametrize("quantises_lm_head", [False, True])
 def test_an_export_is_plain_and_says_what_its_target_is(
     quantises_lm_head: bool, tmp_path: Path
