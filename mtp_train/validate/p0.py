@@ -2,8 +2,9 @@
 
 (a) Before the codec: log-probabilities from ``lm_head(g)`` of the feature path against the
 runtime's decode path and against Hugging Face, in fp32 and in the run's dtype, by the bounds of
-``mtp_train.features.p0``. (b) After the codec: the mean KL between recomputed and stored states,
-and that stored rows are the token set's rows.
+``mtp_train.features.p0``; of a target that rounds its inputs, as ``p0_rounding`` says. (b) After
+the codec: the mean KL between recomputed and stored states, and that stored rows are the token
+set's rows.
 
 Shape legend: T tokens of one sample, D model width, V vocabulary.
 """
@@ -27,8 +28,10 @@ from mtp_train.features.p0_layers import NEIGHBOUR_SHARE, row_errors
 from mtp_train.features.reader import FeatureReader
 from mtp_train.features.shards import FeatureSample
 from mtp_train.features.sources import HuggingFaceSource, RuntimeSource, load_hugging_face
+from mtp_train.validate.p0_rounding import MAX_LINEAR_ERROR, compare_linears, stop_rounding
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject, dtype_name
+from runtime.models.llama import LlamaModel
 from runtime.team import SoloTeam
 
 _BATCH_TOKENS = 1024
@@ -54,26 +57,34 @@ def check(
     """
     figures: dict[str, Any] = {}
     failures: list[str] = []
-    hugging_face = HuggingFaceReference(
-        HuggingFaceSource(
-            load_hugging_face(
-                subject.target(torch.float32).path, dtype=torch.float32, device=subject.device
-            ),
-            max_batch_tokens=_BATCH_TOKENS,
-        )
+    theirs = load_hugging_face(
+        subject.target(torch.float32).path, dtype=torch.float32, device=subject.device
     )
-    for dtype in subject.dtypes:
-        more, failed = _check_paths(
-            subject,
-            sequences,
-            dtype,
-            hugging_face,
-            max_logprob_gap=max_logprob_gap,
-            max_kl=max_kl,
-            num_rows=rows_per_sequence,
-        )
+    if subject.rounds_inputs:
+        more, failed = _check_linears(subject, theirs, sequences)
         figures |= more
         failures += failed
+        stop_rounding(theirs)
+    hugging_face = HuggingFaceReference(HuggingFaceSource(theirs, max_batch_tokens=_BATCH_TOKENS))
+    for dtype in subject.dtypes:
+        served = subject.feature_model(dtype)
+        ways: list[tuple[LlamaModel, list[LogitsReference]]]
+        if subject.rounds_inputs:
+            unrounded = subject.unrounded_model(dtype)
+            ways = [(served, [DecodeReference(SoloTeam(served))]), (unrounded, [hugging_face])]
+        else:
+            ways = [(served, [DecodeReference(SoloTeam(served)), hugging_face])]
+        for model, references in ways:
+            more, failed = _check_paths(
+                model,
+                sequences,
+                references,
+                max_logprob_gap=max_logprob_gap,
+                max_kl=max_kl,
+                num_rows=rows_per_sequence,
+            )
+            figures |= more
+            failures += failed
     store_figures, failed = _check_stores(
         subject,
         stores,
@@ -86,6 +97,8 @@ def check(
     failures += failed
     failures += [f"{path}: no features; run `mtp precompute`" for path in missing_stores]
     compared = f"{len(sequences)} sequences against the decode path and Hugging Face"
+    if subject.rounds_inputs:
+        compared += " (that without rounded inputs; they are compared linear by linear)"
     seen = "no feature store: stored states not looked at"
     if stores:
         seen = f"stored states recomputed ({', '.join(store.path.name for store in stores)})"
@@ -94,17 +107,37 @@ def check(
     return RungResult("P0", not failures, figures, bounds, note=note)
 
 
+def _check_linears(
+    subject: Subject, hugging_face: Any, sequences: Sequence[Sequence[int]]
+) -> tuple[dict[str, Any], list[str]]:
+    longest = max((list(ids) for ids in sequences), key=len)
+    found = compare_linears(
+        subject.target(torch.float32).model,
+        hugging_face,
+        longest,
+        grid=subject.engine_config.int8_grid,
+    )
+    if found is None:
+        return {}, []
+    figures = {"linears": {"count": found.count, "max_error": found.worst}}
+    if found.worst <= MAX_LINEAR_ERROR:
+        return figures, []
+    return figures, [
+        f"{found.name}: its outputs differ from those of transformers for the same inputs by "
+        f"{found.worst:.3g} of their length, allowed {MAX_LINEAR_ERROR:g}"
+    ]
+
+
 def _check_paths(
-    subject: Subject,
+    model: LlamaModel,
     sequences: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    hugging_face: LogitsReference,
+    references: Sequence[LogitsReference],
     *,
     max_logprob_gap: float,
     max_kl: float,
     num_rows: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    model = subject.feature_model(dtype)
+    dtype = model.dtype
     longest = max(len(sequence) for sequence in sequences)
     source = RuntimeSource(model, max_batch_tokens=_BATCH_TOKENS, max_len=longest)
     samples = [
@@ -120,7 +153,7 @@ def _check_paths(
     lost = [s.sample_id for s in samples if len(s.hidden) != len(sequences[int(s.sample_id)])]
     check = P0Check(
         source,
-        [DecodeReference(SoloTeam(model)), hugging_face],
+        references,
         codec="fp32",  # the codec is measured on what is stored
         num_samples=len(samples),
         num_rows=num_rows,

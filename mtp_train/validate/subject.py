@@ -73,21 +73,37 @@ class Subject:
         """fp32 first, then the run's dtype where that is another one."""
         return tuple(dict.fromkeys((torch.float32, self.runtime_dtype)))
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether linears of the target round what they read."""
+        quantisation = self.target(self.runtime_dtype).config.quantisation
+        return quantisation is not None and quantisation.rounds_inputs
+
     def target(self, dtype: torch.dtype) -> Target:
         if dtype not in self._targets:
-            self._targets[dtype] = load_target(
-                self.target_path,
-                dtype=dtype,
-                device=self.device,
-                attention=self.engine_config.attention,
-                attention_kernel=self.engine_config.attention_kernel,
-                stored_weights=self.engine_config.stored_weights,
-                int8_grid=self.engine_config.int8_grid,
-                kv_cache=self.engine_config.kv_cache,
-                expert_parallel=self.engine_config.expert_parallel,
-                cache_dir=self.cache_dir,
-            )
+            self._targets[dtype] = self._load_target(dtype)
         return self._targets[dtype]
+
+    def unrounded_model(self, dtype: torch.dtype) -> LlamaModel:
+        """:meth:`feature_model` of a target that does not round inputs: another function, for
+        comparison. Loaded anew.
+        """
+        return self._tapped(self._load_target(dtype, rounds_inputs=False).model)
+
+    def _load_target(self, dtype: torch.dtype, *, rounds_inputs: bool = True) -> Target:
+        return load_target(
+            self.target_path,
+            dtype=dtype,
+            device=self.device,
+            attention=self.engine_config.attention,
+            attention_kernel=self.engine_config.attention_kernel,
+            stored_weights=self.engine_config.stored_weights,
+            int8_grid=self.engine_config.int8_grid,
+            rounds_inputs=rounds_inputs,
+            kv_cache=self.engine_config.kv_cache,
+            expert_parallel=self.engine_config.expert_parallel,
+            cache_dir=self.cache_dir,
+        )
 
     def head(self, dtype: torch.dtype) -> MtpHead:
         """The inference head over :meth:`target`'s embedding and ``lm_head``."""
@@ -137,8 +153,10 @@ class Subject:
 
     def feature_model(self, dtype: torch.dtype) -> LlamaModel:
         """The target, giving the residual streams that the head reads."""
-        model, layer_ids = self.target(dtype).model, self.spec.layer_ids
-        return model.tapped(layer_ids) if layer_ids else model
+        return self._tapped(self.target(dtype).model)
+
+    def _tapped(self, model: LlamaModel) -> LlamaModel:
+        return model.tapped(self.spec.layer_ids) if self.spec.layer_ids else model
 
     def engine(self, dtype: torch.dtype, config: EngineConfig, *, with_head: bool) -> Engine:
         """An engine over :meth:`feature_model`."""

@@ -80,6 +80,7 @@ def load_target(
     use_kernels: bool = True,
     stored_weights: StoredWeights = "auto",
     int8_grid: Int8Grid = "library",
+    rounds_inputs: bool = True,
     kv_cache: KvCache = "model",
     cache_dir: Path | None = None,
     group: ProcessGroup | None = None,
@@ -93,9 +94,10 @@ def load_target(
     ``backend`` overrides the choice of attention alone. ``cache_dir`` defaults to
     :func:`default_cache_dir`. ``group``: the ranks over which the weights are spread (default: all
     of them here); every one loads, and reads its own part only. ``stored_weights``,
-    ``int8_grid`` and ``kv_cache`` as in :class:`runtime.config.EngineConfig`.
-    ``expert_parallel``: of experts this is some of them whole, instead of some columns of all.
-    Raises ``ValueError`` naming the file, field or tensor that is wrong.
+    ``int8_grid`` and ``kv_cache`` as in :class:`runtime.config.EngineConfig`. Without
+    ``rounds_inputs`` linears of a quantised target read what they are given: another function, for
+    comparison. ``expert_parallel``: of experts this is some of them whole, instead of some columns
+    of all. Raises ``ValueError`` naming the file, field or tensor that is wrong.
     """
     cache_dir = cache_dir or default_cache_dir()
     directory = resolve_target(path, cache_dir=cache_dir)
@@ -119,7 +121,13 @@ def load_target(
         refuse_rounding(config, checkpoint, world_size=group.world_size)
         kept = _kept_width(stored_weights, device=device, world_size=group.world_size)
         source = QuantisedSource(
-            checkpoint, take, dtype=dtype, device=device, kept=kept, grid=int8_grid
+            checkpoint,
+            take,
+            dtype=dtype,
+            device=device,
+            kept=kept,
+            grid=int8_grid,
+            rounds_inputs=rounds_inputs,
         )
     kernels = load_kernels(cache_dir) if use_kernels and device.type == "cpu" else None
     if (

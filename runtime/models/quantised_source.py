@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -40,7 +41,9 @@ class StoredWeights(Protocol):
 
 
 class QuantisedSource(LinearSource):
-    """``take`` hands over plain tensors."""
+    """``take`` hands over plain tensors. Without ``rounds_inputs`` linears read what they are
+    given, as if the checkpoint quantised weights alone.
+    """
 
     def __init__(
         self,
@@ -51,11 +54,12 @@ class QuantisedSource(LinearSource):
         device: torch.device,
         kept: KeptWidth,
         grid: Int8Grid,
+        rounds_inputs: bool = True,
         prefix: str = "",
     ) -> None:
         self._weights, self._take = weights, take
         self._dtype, self._device = dtype, device
-        self._kept, self._grid = kept, grid
+        self._kept, self._grid, self._rounds_inputs = kept, grid, rounds_inputs
         self._prefix = prefix
 
     def __call__(self, name: str) -> torch.Tensor:
@@ -69,6 +73,7 @@ class QuantisedSource(LinearSource):
             device=self._device,
             kept=self._kept,
             grid=self._grid,
+            rounds_inputs=self._rounds_inputs,
             prefix=self._prefix + prefix,
         )
 
@@ -76,7 +81,7 @@ class QuantisedSource(LinearSource):
         self, names: Sequence[str], bias_O: torch.Tensor | None, make_linear: LinearMaker
     ) -> Linear | None:
         weights = [f"{self._prefix}{name}.weight" for name in names]
-        schemes = [self._weights.scheme_of(weight) for weight in weights]
+        schemes = [self._scheme_of(weight) for weight in weights]
         inputs = [None if scheme is None else scheme.inputs for scheme in schemes]
         ranges = [
             None if scheme is None else self._weights.read_input_range(weight, scheme)
@@ -93,6 +98,12 @@ class QuantisedSource(LinearSource):
             ]
         )
         return whole if bias_O is None else _BiasedLinear(whole, bias_O)
+
+    def _scheme_of(self, weight: str) -> LinearScheme | None:
+        scheme = self._weights.scheme_of(weight)
+        if scheme is None or self._rounds_inputs:
+            return scheme
+        return replace(scheme, inputs=None)
 
     def _merged(
         self,

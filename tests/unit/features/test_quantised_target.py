@@ -64,6 +64,27 @@ def test_states_of_a_dump_are_those_of_the_quantised_model(
         assert max(errors) < 1e-5
 
 
+def test_shards_of_a_target_that_rounds_inputs_are_compared_with_decoding_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = save_target(tmp_path / "target")
+    write_quantised(target, stated(group={"input_activations": TOKENS}))
+    config = configure(tmp_path, target)
+
+    def refer(*names: str) -> Config:
+        features = dataclasses.replace(config.features, p0_references=names)  # type: ignore[arg-type]
+        return dataclasses.replace(config, features=features)
+
+    with pytest.raises(ValueError, match=r"\[huggingface\]: the target rounds .* name decode"):
+        precompute.run(refer("huggingface"), group=GROUP)
+    with caplog.at_level("INFO"):
+        precompute.run(refer("decode", "huggingface"), group=GROUP)
+    assert "P0 of the shards without huggingface" in caplog.text
+    store = FeatureReader(Path(config.run.root) / "test" / "features" / "train")
+    (comparison,) = store.manifest.shards[0].p0.comparisons
+    assert comparison.name == "decode"
+
+
 def test_a_store_says_how_its_target_was_rounded(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     config = configure(tmp_path, target)
