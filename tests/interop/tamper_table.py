@@ -1,8 +1,10 @@
-"""What our check and what a real vLLM say about damaged exports: ``python -m
-tests.interop.tamper_table HEAD OUT.json`` writes the answers down and prints them as a table.
+"""What our check and what a real vLLM say about damaged exports.
 
-Each damage is served in fp32 at K = 1 on the same prompts. What loads is judged by what the intact
-directory accepts.
+    python -m tests.interop.tamper_table HEAD OUT.json      a head of SmolLM2, exported as mimo
+    python -m tests.interop.tamper_table eagle3 OUT.json    another layout: tiny targets and heads
+
+Writes the answers down and prints them as a table. Each damage is served in fp32 at K = 1 on the
+same prompts. What loads is judged by what the intact directory accepts.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +25,11 @@ from mtp_train.serving.job import ServingError
 from mtp_train.validate.served import EnginePair
 from runtime.cpu import set_threads
 from runtime.request import Generation
+from tests.interop import test_deepseek
 from tests.interop.engines import Bench, make_bench
-from tests.unit.export.tampers import TAMPERS, Tamper
+from tests.interop.test_eagle import HEADS
+from tests.interop.tiny_heads import make_tiny_bench
+from tests.unit.export.tampers import TAMPERS, TAMPERS_OF, Tamper
 
 _MAX_WORDS = 160
 
@@ -51,7 +57,7 @@ class Answer:
 def ask(bench: Bench, name: str, tamper: Tamper | None, intact: EnginePair | None) -> Answer:
     """Damage a copy of the export, and show it to both."""
     with tempfile.TemporaryDirectory(prefix="mtp-tamper-") as folder:
-        directory = Path(folder) / "mimo"
+        directory = Path(folder) / bench.export_dir.name
         shutil.copytree(bench.export_dir, directory)
         if tamper is not None:
             tamper.apply(directory)
@@ -91,13 +97,22 @@ def as_markdown(answers: list[Answer]) -> str:
     return "\n".join(["| damage | our check | vLLM |", "|---|---|---|", *rows])
 
 
-def main(head: str, out: str) -> None:
+def open_bench(which: str, folder: Path) -> tuple[Bench, Mapping[str, Tamper]]:
+    if which == "deepseek":
+        return test_deepseek.make_bench(folder), TAMPERS_OF[which]
+    if which in TAMPERS_OF:
+        head = {"eagle3": "reduced"}.get(which, which)
+        return make_tiny_bench(folder, HEADS[head]), TAMPERS_OF[which]
+    return make_bench(folder, Path(which)), TAMPERS
+
+
+def main(which: str, out: str) -> None:
     set_threads(1)
     with tempfile.TemporaryDirectory(prefix="mtp-tampers-") as folder:
-        bench = make_bench(Path(folder), Path(head))
+        bench, tampers = open_bench(which, Path(folder))
         intact = bench.compare(k=1, dtype=torch.float32)
         answers = [ask(bench, "none", None, intact)]
-        for name, tamper in TAMPERS.items():
+        for name, tamper in tampers.items():
             answers.append(ask(bench, name, tamper, intact))
             sys.stderr.write(f"{name}: {answers[-1].our_check} -- {answers[-1].vllm}\n")
     content = {

@@ -49,12 +49,6 @@ def with_tensors(change: Callable[[Tensors], None]) -> Callable[[Path], None]:
     return apply
 
 
-def swap_projection(tensors: Tensors) -> None:
-    name = LAYER + "input_proj.weight"
-    left, right = tensors[name].chunk(2, dim=1)
-    tensors[name] = torch.cat((right, left), dim=1)
-
-
 def scale_theta(config: dict[str, Any]) -> None:
     config["rope_theta"] *= 10
     config["rope_parameters"]["rope_theta"] *= 10
@@ -71,6 +65,110 @@ def other_embedding(tensors: Tensors) -> None:
 def cut_file(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+def find(tensors: Tensors, suffix: str) -> str:
+    """The one name that ends so."""
+    (name,) = (name for name in tensors if name.endswith(suffix))
+    return name
+
+
+def without(suffix: str) -> Callable[[Path], None]:
+    return with_tensors(lambda t: void(t.pop(find(t, suffix))))
+
+
+def with_swapped_halves(suffix: str) -> Callable[[Path], None]:
+    def swap(tensors: Tensors) -> None:
+        name = find(tensors, suffix)
+        left, right = tensors[name].chunk(2, dim=1)
+        tensors[name] = torch.cat((right, left), dim=1)
+
+    return with_tensors(swap)
+
+
+def ids_for_offsets(tensors: Tensors) -> None:
+    """Modulo the vocabulary, or an engine would index beyond it."""
+    count = torch.arange(len(tensors["d2t"]))
+    tensors["d2t"] = (tensors["d2t"] + 2 * count) % len(tensors["t2d"]) - count
+
+
+def scale_every_theta(config: dict[str, Any]) -> None:
+    for part in (config, config.get("transformer_layer_config", {})):
+        for place in (part, part.get("rope_parameters") or {}):
+            if "rope_theta" in place:
+                place["rope_theta"] *= 10
+
+
+def tie(config: dict[str, Any]) -> None:
+    config.get("transformer_layer_config", config)["tie_word_embeddings"] = True
+
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": [],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "dynamic": True,
+                "symmetric": True,
+            },
+        }
+    },
+}
+
+
+def tampers_of(*, linear: str, norm: str, joined: str, has_list: bool) -> dict[str, Tamper]:
+    """For a layout whose tensors end in these names; ``joined`` takes two inputs side by side."""
+    found = {
+        "missing_linear": Tamper(without(linear), f"{linear} ["),
+        "missing_norm": Tamper(without(norm), f"{norm} ["),
+        "swapped_concatenation": Tamper(
+            with_swapped_halves(joined), f"{joined} has its column halves exchanged"
+        ),
+        "ids_for_offsets": Tamper(with_tensors(ids_for_offsets), "tensor t2d does not mark"),
+        "theta": Tamper(with_config(scale_every_theta), "rope_theta"),
+        "tie_flag": Tamper(with_config(tie), "tie_word_embeddings"),
+        "quantisation_scope": Tamper(
+            with_config(lambda c: c.update(quantization_config=INT8)),
+            "quantization_config=",
+        ),
+    }
+    if not has_list:
+        del found["ids_for_offsets"]
+    return found
+
+
+_EAGLE3 = {
+    "linear": "mlp.up_proj.weight",
+    "norm": "layers.0.hidden_norm.weight",
+    "joined": "self_attn.q_proj.weight",
+}
+# Of the other layouts: what PARITY asks of each.
+TAMPERS_OF: Mapping[str, Mapping[str, Tamper]] = MappingProxyType(
+    {
+        "eagle": tampers_of(
+            linear="mlp.up_proj.weight",
+            norm="post_attention_layernorm.weight",
+            joined="fc.weight",
+            has_list=False,
+        ),
+        "eagle3": tampers_of(**_EAGLE3, has_list=True),
+        "speculators": tampers_of(**_EAGLE3, has_list=True),
+        "deepseek": tampers_of(
+            linear="mlp.experts.1.up_proj.weight",
+            norm="hnorm.weight",
+            joined="eh_proj.weight",
+            has_list=False,
+        ),
+    }
+)
 
 
 TAMPERS: Mapping[str, Tamper] = MappingProxyType(
@@ -96,7 +194,7 @@ TAMPERS: Mapping[str, Tamper] = MappingProxyType(
             f"tensor {LAYER}self_attn.q_proj.bias is not zero",
         ),
         "swapped_concatenation": Tamper(
-            with_tensors(swap_projection),
+            with_swapped_halves("input_proj.weight"),
             f"tensor {LAYER}input_proj.weight has its column halves exchanged",
         ),
         "extra_tensor": Tamper(
