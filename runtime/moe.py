@@ -1,7 +1,5 @@
-"""Mixtures of experts: a router that chooses experts for every row, and experts grouped over rows.
-
-Rows are sorted by expert, so that each expert that anybody chose is one product over its rows, and
-are put back before they are summed: what a row gets does not depend on the others of its batch.
+"""Mixtures of experts: a router that chooses experts for every row, and the sum of what they make
+of it (:mod:`runtime.expert_products`).
 
 Shape legend: N rows, D model width, X experts, E experts chosen per row, Q groups of experts.
 """
@@ -14,9 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from runtime.expert_products import (
+    ExpertProducts,
+    GroupedExperts,
+    LoopedExperts,
+    prefers_grouped,
+    stack_experts,
+)
 from runtime.layer_parts import CORRECTION_BIAS, ExpertSpec
 from runtime.layers import GatedMlp
-from runtime.linear import LinearMaker, TensorSource
+from runtime.linear import LinearMaker, LinearSource, TensorSource
 from runtime.ops import BlockOps
 from runtime.parallel import ProcessGroup
 
@@ -88,9 +93,16 @@ class ExpertMlp:
 
         bias_X = take(CORRECTION_BIAS).float() if spec.has_bias else None
         self.spec = spec
-        self.router = Router(spec, take("mlp.gate.weight"), bias_X)
-        self.own = _experts_in(shapes, spec)
-        self.experts = [take_mlp(f"experts.{index}") for index in self.own]
+        gate_XD = take("mlp.gate.weight")
+        self.router = Router(spec, gate_XD, bias_X)
+        own = _experts_in(shapes, spec)
+        self.products: ExpertProducts
+        if not isinstance(take, LinearSource) and _is_grouped(gate_XD, own, shapes):
+            stacked = stack_experts(own, take, shapes)
+            self.products = GroupedExperts(own, spec.num_experts, *stacked, ops=ops)
+        else:
+            mlps = [take_mlp(f"experts.{index}") for index in own]
+            self.products = LoopedExperts(own, spec.num_experts, mlps)
         self.shared = take_mlp("shared_experts") if spec.num_shared else None
         self._group = group
 
@@ -100,20 +112,7 @@ class ExpertMlp:
     def own_part(self, x_ND: torch.Tensor) -> torch.Tensor:
         """What this rank's experts, or columns of experts, add to the result."""
         routing = self.router(x_ND)
-        num_chosen = self.spec.num_chosen
-        counts = _counts_on_host(routing.ids_NE, self.spec.num_experts)
-        before, here = sum(counts[: self.own.start]), counts[self.own.start : self.own.stop]
-        by_expert = routing.ids_NE.flatten().argsort(stable=True)[before : before + sum(here)]
-        inputs = x_ND.index_select(0, by_expert // num_chosen)
-        outputs = x_ND.new_zeros(routing.ids_NE.numel(), x_ND.shape[1])
-        parts = [
-            expert.own_part(rows)
-            for expert, rows in zip(self.experts, inputs.split(here), strict=True)
-            if len(rows)
-        ]
-        if parts:
-            outputs.index_copy_(0, by_expert, torch.cat(parts))
-        outputs_NED = outputs.unflatten(0, routing.ids_NE.shape)
+        outputs_NED = self.products(x_ND, routing.ids_NE)
         weighted_NED = outputs_NED.float() * routing.weights_NE[..., None]
         sum_ND = weighted_NED.sum(1).to(x_ND.dtype)
         if self.shared is not None:
@@ -130,9 +129,11 @@ def _experts_in(shapes: Mapping[str, tuple[int, ...]], spec: ExpertSpec) -> rang
     return range(own[0], own[-1] + 1)
 
 
-def _counts_on_host(ids_NE: torch.Tensor, num_experts: int) -> list[int]:
-    """Rows per expert. Waits for the device: the host has to know what to multiply."""
-    return ids_NE.flatten().bincount(minlength=num_experts).tolist()
+def _is_grouped(gate_XD: torch.Tensor, own: range, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    if not own:
+        return False
+    width, inner = shapes[f"mlp.experts.{own.start}.down_proj.weight"]
+    return prefers_grouped(gate_XD.device, gate_XD.dtype, width=width, inner=inner)
 
 
 def _keep_best_groups(ranked_NX: torch.Tensor, spec: ExpertSpec) -> torch.Tensor:

@@ -116,15 +116,14 @@ def test_a_rank_reads_and_holds_its_own_experts_and_a_part_of_the_rest(
         assert {name for name in names if ".experts." in name} == wanted
         assert sum(names[name] for name in wanted) == len(layers) * len(own) * expert
         for mlp in held:
-            assert mlp.own == own or not own
-            linears = [x for one in mlp.experts for x in (one.gate_up, one.down.linear)]
-            assert sum(x.num_bytes() for x in linears) == len(own) * expert * 4
+            assert mlp.products.own == own or not own
+            assert mlp.products.num_bytes() == len(own) * expert * 4
             if mlp.shared is not None:
                 shared = mlp.shared.gate_up.num_bytes() + mlp.shared.down.linear.num_bytes()
                 assert shared == -(-spec.num_shared * spec.inner // width) * 3 * 4 * (
                     config.hidden_size
                 )
-    assert sum(len(held[0].own) for held, _ in ranks) == NUM_EXPERTS
+    assert sum(len(held[0].products.own) for held, _ in ranks) == NUM_EXPERTS
 
 
 def test_more_ranks_than_experts_leave_some_without(tmp_path: Path) -> None:
@@ -134,7 +133,7 @@ def test_more_ranks_than_experts_leave_some_without(tmp_path: Path) -> None:
 
     def live(group: ThreadGroup) -> tuple[int, torch.Tensor]:
         mlp = experts_of(load(case, group))[0]
-        return len(mlp.experts), mlp(x)
+        return len(mlp.products.own), mlp(x)
 
     ranks = run_ranks(3, live)
     assert [count for count, _ in ranks] == [0, 1, 1]
@@ -162,7 +161,8 @@ def test_an_expert_of_another_rank_is_missed(case: Case) -> None:
     def live(group: ThreadGroup) -> float:
         mlp = experts_of(load(case, group))[0]
         if not group.is_leader:
-            mlp.own = range(mlp.own.start - 1, mlp.own.stop - 1)
+            own = mlp.products.own
+            mlp.products.own = range(own.start - 1, own.stop - 1)
         width = case.whole.config.hidden_size
         x = torch.randn(9, width, generator=torch.Generator().manual_seed(0))
         return relative_error(mlp(x), experts_of(case.whole)[0](x))
