@@ -20,7 +20,6 @@ from mtp_train.export.layouts import LAYOUTS
 from mtp_train.export.splice import splice_export
 from mtp_train.heads.init import make_head_spec
 from mtp_train.native.drift import measure_drift
-from mtp_train.native.names import stored_name
 from mtp_train.native.reader import (
     initial_base_head,
     initial_native_head,
@@ -38,8 +37,6 @@ from runtime.models.config import load_config, parse_config
 from runtime.models.heads import build_head
 from runtime.models.loader import load_target
 from tests.unit.native.checkpoints import (
-    DEEPSEEK_NAMES,
-    MIMO_NAMES,
     add_tensors,
     rewrite_config,
     save_deepseek,
@@ -73,26 +70,6 @@ def load(path: Path) -> Any:
 def published_v3() -> dict[str, Any]:
     (raw,) = (raw for name, (_, raw) in PUBLISHED.items() if name.startswith("DeepSeek-V3"))
     return {**raw, "num_nextn_predict_layers": 1}
-
-
-def test_names_are_those_of_the_published_index_and_weights_as_many() -> None:
-    config = parse_config(published_v3(), generation={}, source="conf")
-    assert config.native_prefixes == ("model.layers.61.",)
-    spec = native_spec(config, fingerprint="", source="conf")
-    (prefix,) = config.native_prefixes
-    names = {stored_name(n, layout="deepseek", prefix=prefix) for n in spec.tensor_shapes()}
-    experts = {
-        f"mlp.experts.{index}.{kind}_proj.weight"
-        for index in range(256)
-        for kind in ("gate", "up", "down")
-    }
-    own = {*DEEPSEEK_NAMES, *experts} - {"embed_tokens.weight", "shared_head.head.weight"}
-    assert names == {prefix + name for name in own}
-    count = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values())
-    assert count / 11.5e9 == pytest.approx(1, abs=0.01)  # README_WEIGHTS.md of DeepSeek-V3
-    mimo = native_spec(mimo_config(), fingerprint="", source="conf")
-    names = {stored_name(n, layout="mimo", prefix="") for n in mimo.tensor_shapes()}
-    assert names == set(MIMO_NAMES)
 
 
 def mimo_config() -> Any:
