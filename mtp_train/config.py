@@ -9,7 +9,9 @@ what is allowed. Nothing reads raw dictionaries or environment variables after t
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from data_prep.config import DataConfig
@@ -203,6 +205,14 @@ class ReportConfig:
 ExportFormat = Literal[
     "mimo", "deepseek", "eagle3", "speculators", "eagle", "eagle_sglang", "medusa"
 ]
+# Values that somebody may expect to be allowed -> why they are not, and what is nearest.
+WHY_NOT: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("export.format", "qwen"): "engines read mtp.* beside targets with linear attention, which "
+        "do not run here, and gate its queries, which no head here does (docs/formats.md); nearest "
+        "are eagle3, and mimo for a head with head.decoder=llama"
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mtp_train.config import Config, get_field
+from mtp_train.config import WHY_NOT, Config, get_field
 from mtp_train.errors import ConfigError
 from mtp_train.rules import check_config
 
@@ -120,6 +120,8 @@ def _convert_choice(choices: tuple[Any, ...], value: Any, where: str) -> Any:
         if type(choice) is type(value) and choice == value:
             return choice
     allowed = ", ".join(map(str, choices))
+    if (where, value) in WHY_NOT:
+        raise ConfigError(f"{where}={value}: {WHY_NOT[where, value]}; allowed are {allowed}")
     close = difflib.get_close_matches(str(value), list(map(str, choices)), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError(f"{where}={value}: allowed are {allowed}{hint}")

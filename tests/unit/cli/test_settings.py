@@ -85,6 +85,7 @@ def test_values_get_the_declared_types() -> None:
         ("trainer.feature_noise", -0.1, r"must not be negative$"),
         ("trainer.patience", -1, r"must not be negative$"),
         ("loss.lk_eta", -1.0, r"must not be negative$"),
+        ("export.format", "qwen", r"gate its queries, .*nearest are eagle3, .*allowed are mimo"),
         ("loss.kind", "kl", r"allowed are soft_ce, forward_kl, reverse_kl, tv"),
         ("trainer.clip_norm", 0.0, r"must be greater than 0$"),
         ("runtime.page_size", 0, r"^runtime\.page_size=0: must be at least 1$"),
