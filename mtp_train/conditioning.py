@@ -32,14 +32,9 @@ from mtp_train.features.reader import FeatureReader
 from mtp_train.features.writer import FeatureWriter, finish_store, lock_store, recover_store
 from mtp_train.normalisers import copy_normalisers
 from runtime.files import write_atomic
+from runtime.models.checkpoint import Checkpoint, weight_files
 from runtime.models.config import load_config
-from runtime.models.loader import (
-    Checkpoint,
-    default_cache_dir,
-    fingerprint_target,
-    resolve_target,
-    weight_files,
-)
+from runtime.models.loader import default_cache_dir, fingerprint_target, resolve_target
 from runtime.seeds import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from runtime.files import write_atomic
+from runtime.models.checkpoint import weight_files
 from runtime.models.config import load_config
-from runtime.models.loader import default_cache_dir, resolve_target, weight_files
+from runtime.models.loader import default_cache_dir, resolve_target
 
 logger = logging.getLogger(__name__)
 

@@ -39,11 +39,9 @@ from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, limit_kernel_caches, set_threads
 from runtime.files import sha256_file
 from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import (
-    Checkpoint,
-    fingerprint_target,
-)
+from runtime.models.loader import fingerprint_target
 from runtime.processor import count_physical_cores
 from runtime.seeds import derive_seed
 

@@ -26,8 +26,9 @@ from runtime.head_spec import (
     load_head,
 )
 from runtime.layer_parts import ExpertSpec
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import ModelConfig, load_config
-from runtime.models.loader import Checkpoint, default_cache_dir, fingerprint_target
+from runtime.models.loader import default_cache_dir, fingerprint_target
 
 
 def is_export(directory: Path) -> bool:

@@ -20,8 +20,8 @@ from mtp_train.features.target import read_shape, target_dtype
 from mtp_train.serving.engine import parse_argument
 from mtp_train.serving.process import find_python
 from mtp_train.serving.states import StatesJob, StatesProcess, Streams
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint
 from runtime.request import HiddenRows
 
 _FINAL_NORM = "model.norm.weight"

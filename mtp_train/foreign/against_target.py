@@ -15,8 +15,9 @@ from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding
 from mtp_train.foreign.reading import Copy, Reading
 from mtp_train.foreign.sizes import TargetShape, describe_rope
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint, fingerprint_target
+from runtime.models.loader import fingerprint_target
 
 
 def check_against(reading: Reading, target: TargetShape, *, scope: str = "") -> list[Finding]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint
 
 _ROWS = 8192  # compared at once
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 
 from mtp_train.native.splice import Splice, splice_into_copy
 from runtime.head_spec import CONFIG_NAME
+from runtime.models.checkpoint import weight_files
 from runtime.models.fields import positive
-from runtime.models.loader import weight_files
 
 PREFIX = "mtp."
 _FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -21,8 +21,9 @@ from mtp_train.native.names import SHARED_COPIES, layout_of, stored_name
 from mtp_train.native.splice import list_tensors
 from mtp_train.run_dir import NATIVE_HEAD, RunDirectory
 from runtime.head_spec import CONFIG_NAME, HeadSpec, load_head, save_head
+from runtime.models.checkpoint import Checkpoint, weight_files
 from runtime.models.config import ModelConfig, load_config
-from runtime.models.loader import Checkpoint, fingerprint_target, weight_files
+from runtime.models.loader import fingerprint_target
 
 logger = logging.getLogger(__name__)
 

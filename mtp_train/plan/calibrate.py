@@ -41,8 +41,8 @@ from mtp_train.validate.measure import make_requests
 from runtime.cpu import set_threads
 from runtime.engine import Engine
 from runtime.models.base import Model
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint
 from runtime.request import Request
 
 logger = logging.getLogger(__name__)

@@ -51,8 +51,9 @@ from runtime.cpu import set_threads
 from runtime.engine import Engine
 from runtime.files import sha256_file, write_atomic
 from runtime.head_spec import load_head
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config as load_target_config
-from runtime.models.loader import Checkpoint, Target, fingerprint_target
+from runtime.models.loader import Target, fingerprint_target
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from runtime.engine import Engine
-from runtime.models.loader import Checkpoint, Target, load_target
+from runtime.models.checkpoint import Checkpoint
+from runtime.models.loader import Target, load_target
 from runtime.moe import ExpertMlp
 from runtime.parallel import SingleProcessGroup
 from runtime.sharding import Shard, share_layer, target_shards

@@ -17,10 +17,11 @@ from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.layer_parts import LayerParts
 from runtime.linear import TensorSource
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import ModelConfig, load_config, parse_config
 from runtime.models.families import FAMILIES
 from runtime.models.llama import LlamaModel
-from runtime.models.loader import Checkpoint, Target, load_target
+from runtime.models.loader import Target, load_target
 from runtime.ops import RotaryAngles, TorchOps
 from runtime.parallel import SingleProcessGroup
 from runtime.request import Request

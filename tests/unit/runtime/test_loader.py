@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from runtime.attention.sdpa import SdpaBackend
 from runtime.cpu import OneDnnLinear
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
 from runtime.models.llama import LlamaModel
-from runtime.models.loader import Checkpoint, fingerprint_target, load_target, resolve_target
+from runtime.models.loader import fingerprint_target, load_target, resolve_target
 from runtime.ops import TorchOps
 from runtime.parallel import SingleProcessGroup
 from tests.unit.runtime.model_fixtures import LLAMA3_ROPE, save_llama

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from mtp_train.quantise import SCHEMES, WrittenScheme, quantise_target
 from runtime.config import StoredWeights
 from runtime.linear import PlainLinear
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint, Target, load_target
+from runtime.models.loader import Target, load_target
 from runtime.models.quantisation import InputScheme, read_quantisation
 from runtime.quantised_linear import (
     InputRounding,

@@ -24,8 +24,9 @@ from mtp_train.studies.norms import (
 )
 from mtp_train.targets import open_target
 from runtime.head_spec import save_head
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
-from runtime.models.loader import Checkpoint, fingerprint_target
+from runtime.models.loader import fingerprint_target
 from tests.unit.features.targets import make_config, save_target
 
 CPU = torch.device("cpu")

@@ -25,8 +25,8 @@ from mtp_train.packing import pack
 from runtime.head_spec import EAGLE_FIELDS, HeadSpec, NormPlacement, RopeSpec, YarnSpec
 from runtime.layer_parts import LayerParts
 from runtime.layers import RotaryEmbedding
+from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import ModelConfig, load_config, parse_config
-from runtime.models.loader import Checkpoint
 from tests.unit.runtime.model_fixtures import save_model
 from tests.unit.trainer.reference import (
     EXPERTS,

@@ -16,7 +16,8 @@ from mtp_train.validate.p0_rounding import compare_linears, stop_rounding
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
 from runtime.head_spec import save_head
-from runtime.models.loader import Checkpoint, load_target
+from runtime.models.checkpoint import Checkpoint
+from runtime.models.loader import load_target
 from runtime.quantised_linear import InputRounding
 from runtime.stored_weight import StoredWeight
 from tests.unit.runtime.engine_fixtures import head_spec, random_head_tensors
