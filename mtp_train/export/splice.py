@@ -37,5 +37,8 @@ def splice_export(export: Path, target_dir: Path, out_dir: Path) -> Splice:
     tensors = {
         name: tensor for name, tensor in read_weights(export).items() if name.startswith(prefix)
     }
-    config: dict[str, Any] = {"num_nextn_predict_layers": 1, **plain_draft_layer(target_dir)}
+    config: dict[str, Any] = {
+        "num_nextn_predict_layers": 1,
+        **plain_draft_layer(target_dir, stored=prefix),
+    }
     return splice_into_copy(target_dir, out_dir, tensors, replaces=prefix, config=config)

@@ -28,19 +28,30 @@ def vllm_layout_for(format: str, target: Path) -> EngineLayout:
     return replace(told, hf_overrides={**told.hf_overrides, **plain_draft_layer(target)})
 
 
-def plain_draft_layer(target: Path) -> dict[str, Any]:
+def plain_draft_layer(target: Path, *, stored: str = "") -> dict[str, Any]:
     """``quantization_config`` of ``config.json`` with the layer behind the target's last one left
     out, where it is not left out already.
+
+    ``stored``: what names of a checkpoint that holds the layer begin with. ``compressed-tensors``
+    goes by names, whatever dtype a weight has, so that these are left out as well.
     """
     config = load_config(target)
     layer, quantisation = f"model.layers.{config.num_layers}.", config.quantisation
     linears = _linears(config)
-    if quantisation is None or quantisation.scheme_of(f"{layer}{linears[0]}.weight") is None:
+    if quantisation is None:
+        return {}
+    by_name = quantisation.method == "compressed-tensors"
+    prefixes = [
+        prefix
+        for prefix in dict.fromkeys((layer, stored if by_name and stored else layer))
+        if quantisation.scheme_of(f"{prefix}{linears[0]}.weight") is not None
+    ]
+    if not prefixes:
         return {}
     stated = json.loads((target / "config.json").read_text())["quantization_config"]
     names = [layer + name for name in linears]
-    if quantisation.method == "compressed-tensors":
-        key, names = "ignore", ["re:" + re.escape(layer) + ".*"]
+    if by_name:
+        key, names = "ignore", ["re:" + re.escape(prefix) + ".*" for prefix in prefixes]
     elif stated.get("modules_to_not_convert") and not stated.get("ignored_layers"):
         key = "modules_to_not_convert"  # vLLM reads it where the other key names nothing
     else:

@@ -45,6 +45,7 @@ from tests.unit.native.checkpoints import (
 )
 from tests.unit.runtime.engine_fixtures import VOCAB
 from tests.unit.runtime.model_fixtures import YARN_ROPE, random_ids, relative_error, save_model
+from tests.unit.runtime.quantised_fixtures import FP8_ROWS, INT8_ROWS, stated, write_quantised
 from tests.unit.runtime.test_sparse_targets import BLOCK, PUBLISHED, store_in_fp8
 from tests.unit.validate.subjects import RUNTIME, make_prompts
 
@@ -339,11 +340,39 @@ def test_an_export_reads_back_with_p2_and_a_copy_of_the_target_holds_it(
     assert bool(scales) == is_fp8
     assert old.keys() - scales == new.keys()
     assert all(torch.equal(new[n], old[n]) for n in old if not n.startswith(prefix))
-    stated = read_json(tmp_path / "copy" / "config.json").get("quantization_config")
-    assert stated == (vllm_layout_for("mimo", source).hf_overrides.get("quantization_config"))
-    assert ("model.layers.2.self_attn.o_proj" in stated["ignored_layers"]) if is_fp8 else not stated
+    scope = read_json(tmp_path / "copy" / "config.json").get("quantization_config")
+    assert scope == (vllm_layout_for("mimo", source).hf_overrides.get("quantization_config"))
+    assert ("model.layers.2.self_attn.o_proj" in scope["ignored_layers"]) if is_fp8 else not scope
     with pytest.raises(ValueError, match="exists"):
         splice_export(place, source, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+@pytest.mark.parametrize("rows", [INT8_ROWS, FP8_ROWS], ids=["int8", "fp8"])
+def test_a_copy_of_a_target_that_is_quantised_by_name_holds_a_plain_module(
+    rows: dict[str, Any], is_left_out: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "target"
+    save_model(source, "qwen2", vocab_size=VOCAB)
+    rewrite_config(source, architectures=["MiMoForCausalLM"], model_type="mimo")
+    left_out = [r"re:model\.mtp_layers\..*"] if is_left_out else []
+    write_quantised(source, stated(group={"weights": rows}, ignore=["lm_head", *left_out]))
+    target = load(source)
+    config = replace(target.config, num_native_heads=1)
+    spec = native_spec(config, fingerprint=target.fingerprint, source="")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.rand(s, generator=generator) for n, s in spec.tensor_shapes().items()}
+    save_head(tmp_path / "head", spec, tensors)
+    splice_export(export(tmp_path, "mimo"), source, tmp_path / "copy")
+    copied = load(tmp_path / "copy")
+    found = read_native_head(tmp_path / "copy", fingerprint=copied.fingerprint)
+    assert all(torch.equal(found.tensors[name], t) for name, t in tensors.items())
+    ignored = read_json(tmp_path / "copy" / "config.json")["quantization_config"]["ignore"]
+    assert r"re:model\.layers\.2\..*" in ignored  # where vLLM files the module
+    save_head(tmp_path / "copied_head", found.spec, found.tensors)
+    sequences = [ids for ids in make_prompts() if len(ids) > 4]
+    copy = subject(tmp_path / "copy", tmp_path / "copied_head")
+    assert p2.check(copy, sequences, k=3).passed
 
 
 def test_shards_without_mtp_weights_are_links_and_the_index_names_every_tensor(
