@@ -17,6 +17,7 @@ from runtime.expert_products import (
 from runtime.layer_parts import ExpertSpec
 from runtime.layers import GatedMlp
 from runtime.linear import PlainLinear
+from runtime.no_wait import DeviceWaitError, no_wait
 from runtime.ops import TorchOps
 from runtime.parallel import SingleProcessGroup
 
@@ -85,6 +86,15 @@ def test_parts_of_ranks_add_up_to_the_whole() -> None:
     borders = (0, 3, 3 + 4, NUM_EXPERTS)
     parts = [make(torch.float32, range(a, b))[1](x, ids) for a, b in pairwise(borders)]
     torch.testing.assert_close(torch.stack(parts).sum(0), whole(x, ids), rtol=1e-5, atol=1e-4)
+
+
+def test_grouped_products_wait_for_nothing_and_those_per_expert_do() -> None:
+    looped, grouped = make(torch.float32, range(5, 9))
+    x, ids = choices(9)
+    with no_wait():
+        grouped(x, ids)
+        with pytest.raises(DeviceWaitError):
+            looped(x, ids)
 
 
 def test_both_hold_the_same_bytes() -> None:
