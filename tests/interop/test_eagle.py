@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtp_train.config import HeadConfig, HeadNorms
+from mtp_train.validate import p6
 from mtp_train.validate.served import EnginePair
 from tests.interop.engines import Bench, vllm_python
 from tests.interop.tiny_heads import REDUCED, VOCAB, TinyHead, make_tiny_bench, share_accepted
@@ -82,6 +83,16 @@ def test_a_reduced_draft_vocabulary_has_equal_counts_in_fp32(
 def test_drafts_and_accepted_per_position_are_equal_in_fp32(name: str, tmp_path: Path) -> None:
     bench = make_tiny_bench(tmp_path, HEADS[name])
     check_equal(bench.compare(k=3))
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_bf16_stays_within_the_bound(name: str, tmp_path: Path) -> None:
+    bench = make_tiny_bench(tmp_path, HEADS[name])
+    pair = bench.compare(k=3, dtype=torch.bfloat16)
+    run = p6.EngineRun(pair, ("random",) * len(pair.generations))
+    result = p6.check(bench.subject(torch.bfloat16), [run], min_drafts=100)
+    assert result.passed, result.note
+    assert pair.their_sums[:, 1].sum() > 20
 
 
 def test_ids_in_the_place_of_offsets_load_and_draft_something_else(

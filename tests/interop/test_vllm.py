@@ -97,8 +97,9 @@ def test_an_engine_that_only_counts_is_believed_prompt_by_prompt(
     assert judge(bench, counting).passed
 
 
-def test_bf16_stays_within_the_bound(bench: Bench) -> None:
-    pair = bench.compare(k=3, dtype=torch.bfloat16)
+@pytest.mark.parametrize("k", [1, 3])
+def test_bf16_stays_within_the_bound(k: int, bench: Bench) -> None:
+    pair = bench.compare(k=k, dtype=torch.bfloat16)
     result = judge(bench, pair)
     assert result.passed, result.figures
     assert pair.counters_differ == 0
