@@ -19,7 +19,8 @@ from mtp_train.validate.recompute import draft_state_errors
 from mtp_train.validate.rejection import joint_g_test, tiny_pair
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
-from runtime.config import TREE_SCHEDULES, ScheduleName, VerifyMode
+from mtp_train.validate.tree_replay import NO_TREES, exact_tree_schedules
+from runtime.config import ScheduleName, VerifyMode
 from runtime.request import Generation
 
 TIE_GAP = 1e-4
@@ -63,7 +64,7 @@ def check(
         "greedy_differences": 0,
         "keyed_differences": 0,
     }
-    for schedule in TREE_SCHEDULES:  # exact at any temperature, by keyed draws
+    for schedule in exact_tree_schedules(subject):  # at any temperature, by keyed draws
         trees = compare_outputs(
             subject,
             prompts[::4],
@@ -93,8 +94,9 @@ def check(
     )
     note = (
         f"output with drafts against plain output over {len(prompts)} prompts, K={k}, greedy and "
-        f"keyed (T={KEYED_TEMPERATURE}), trees keyed; rejection sampling against exact "
-        "probabilities; draft state against a recompute"
+        f"keyed (T={KEYED_TEMPERATURE}), "
+        f"{'trees keyed' if exact_tree_schedules(subject) else NO_TREES}; rejection sampling "
+        "against exact probabilities; draft state against a recompute"
     )
     return RungResult("P4", passed, figures, bounds, note=note)
 

@@ -11,7 +11,7 @@ import torch
 
 from mtp_train.features.sources import load_hugging_face
 from mtp_train.quantise import SCHEMES, quantise_target
-from mtp_train.validate import p0
+from mtp_train.validate import p0, p3
 from mtp_train.validate.p0_rounding import compare_linears, stop_rounding
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
@@ -120,6 +120,21 @@ def test_what_is_wrong_is_named(
     result = climb(subject)
     assert not result.passed
     assert named in result.note
+
+
+def test_trees_are_compared_with_other_targets_only(tmp_path: Path) -> None:
+    subject = replace(make_subject(tmp_path, "int8-w8a8"), runtime_dtype=torch.float32)
+    prompts = [random_ids(n, seed=n, vocab_size=VOCAB) for n in (9, 5, 12)]
+    result = p3.check(subject, prompts, k=2, max_tokens=16, min_drafts=0)
+    assert result.passed, result.figures
+    assert "trees not at all" in result.note
+    assert not any("tree" in name for name in result.figures)
+    plain = replace(
+        subject, target_path=tmp_path / "model", may_differ=True, _targets={}, _heads={}
+    )
+    result = p3.check(plain, prompts, k=2, max_tokens=16, min_drafts=0)
+    assert result.passed, result.figures
+    assert result.figures["float32_fixed_tree_nodes"] > 0
 
 
 def test_a_model_that_rounds_nothing_has_nothing_to_stop(tmp_path: Path) -> None:
