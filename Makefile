@@ -17,6 +17,7 @@ WITH_FLASHINFER := $(filter 1 yes true,$(FLASHINFER))
 # A CPU set-up does not count as one for a GPU; the other way round it does.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.setup-done
+SGLANG := .sglang
 DEMO_ENGINE := $(if $(wildcard $(VLLM_STAMP)),engine=vllm engine.python=$(VLLM)/bin/python)
 STAMP := .venv/.setup-done$(if $(WITH_GPU),-gpu$(TORCH_CUDA))$(if $(WITH_FLASHINFER),-flashinfer)
 comma := ,
@@ -28,7 +29,7 @@ help:
 	@echo "make demo     a head for a small real model, measured and exported (15 minutes, two cores)"
 	@echo "make demo recipe=long   the serious head (two hours); goes on where it was interrupted"
 	@echo "make test     all tests that need no GPU"
-	@echo "make interop  .venv-vllm with vLLM for CPUs; the tests that serve an exported head in it"
+	@echo "make interop  .venv-vllm with vLLM for CPUs, .sglang; the tests that serve an exported head in it"
 	@echo "make browser  the report's tests in a headless Chromium, which has to be there"
 	@echo "make picture  docs/report.png, from the report of RUN (runs/demo)"
 	@echo "make lint     ruff: rules and format; spelling"
@@ -39,7 +40,7 @@ help:
 	@echo "make setup    .venv with the pinned versions; the others do this by themselves"
 	@echo "make setup GPU=1   the same for NVIDIA devices (driver 580.65.06 or newer); FLASHINFER=1 adds FlashInfer;"
 	@echo "              TORCH_CUDA=12 TORCH_INDEX=URL take another CUDA's build of torch from another index"
-	@echo "make clean    remove .venv, .venv-vllm and caches; runs/ stays"
+	@echo "make clean    remove .venv, .venv-vllm, .sglang and caches; runs/ stays"
 	@echo "PYTHON=python3.12 make ...   another interpreter (3.11 or newer)"
 
 setup: $(STAMP)
@@ -74,7 +75,14 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --no-deps -r constraints-vllm.txt
 	@touch $@
 
-interop: setup $(VLLM_STAMP)
+# Of SGLang the tests read heads with its own loader; nothing of it is computed. Sources only.
+$(SGLANG)/.setup-done: Makefile
+	rm -rf $(SGLANG)
+	@$(BIN)/pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 || \
+		{ mkdir -p $(SGLANG); echo "tests of SGLang's loader will be skipped" >&2; }
+	@touch $@
+
+interop: setup $(VLLM_STAMP) $(SGLANG)/.setup-done
 	$(BIN)/python -m pytest -m interop tests/interop $(PYTEST_ARGS)
 
 browser: setup
@@ -103,4 +111,4 @@ load: setup
 	$(BIN)/python -m tests.load --seconds $(SECONDS)
 
 clean:
-	rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-vllm .sglang .mypy_cache .ruff_cache .pytest_cache .hypothesis
