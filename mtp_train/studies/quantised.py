@@ -47,6 +47,7 @@ class StudySettings:
     max_tokens: int = 64
     exact_prompts: int = 4  # of P3, in fp32
     exact_tokens: int = 24
+    min_drafts: int = 500  # of P3, in the run's dtype: positions that fewer reach may stay undecided
 
 
 def read_run(path: Path) -> Config:
@@ -91,7 +92,7 @@ def measure_cell(
             prompts[: settings.exact_prompts],
             k=k,
             max_tokens=settings.exact_tokens,
-            min_drafts=0,
+            min_drafts=settings.min_drafts,
             served=served,
         )
     )
