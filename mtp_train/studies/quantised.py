@@ -47,7 +47,7 @@ class StudySettings:
     max_tokens: int = 64
     exact_prompts: int = 4  # of P3, in fp32
     exact_tokens: int = 24
-    min_drafts: int = 500  # of P3, in the run's dtype: positions that fewer reach may stay undecided
+    min_drafts: int = 500  # of P3 in bf16: positions that fewer reach may stay undecided
 
 
 def read_run(path: Path) -> Config:
