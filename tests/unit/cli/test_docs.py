@@ -78,6 +78,7 @@ def test_every_command_of_a_document_is_valid(
 ) -> None:
     for run in ("mine", "long"):  # what members of a sweep share
         (tmp_path / "runs" / run / "data").mkdir(parents=True)
+    (tmp_path / "heads" / "theirs").mkdir(parents=True)  # trained elsewhere
     monkeypatch.chdir(tmp_path)
     text = document.read_text(encoding="utf-8")
     assert unknown_commands(text) == []
