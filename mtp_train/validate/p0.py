@@ -98,7 +98,10 @@ def check(
     failures += [f"{path}: no features; run `mtp precompute`" for path in missing_stores]
     compared = f"{len(sequences)} sequences against the decode path and Hugging Face"
     if subject.rounds_inputs:
-        compared += " (that without rounded inputs; they are compared linear by linear)"
+        how = "are compared linear by linear"
+        if not figures["linears"]["count"]:
+            how = "were not compared: transformers rounds none here"
+        compared += f" (that without rounded inputs; they {how})"
     seen = "no feature store: stored states not looked at"
     if stores:
         seen = f"stored states recomputed ({', '.join(store.path.name for store in stores)})"
@@ -118,7 +121,7 @@ def _check_linears(
         grid=subject.engine_config.int8_grid,
     )
     if found is None:
-        return {}, []
+        return {"linears": {"count": 0}}, []
     figures = {"linears": {"count": found.count, "max_error": found.worst}}
     if found.worst <= MAX_LINEAR_ERROR:
         return figures, []

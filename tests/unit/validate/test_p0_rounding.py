@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mtp_train.features.sources import load_hugging_face
 from mtp_train.quantise import SCHEMES, quantise_target
-from mtp_train.validate import p0, p3
+from mtp_train.validate import p0, p0_rounding, p3
 from mtp_train.validate.p0_rounding import compare_linears, stop_rounding
 from mtp_train.validate.report import RungResult
 from mtp_train.validate.subject import Subject
@@ -120,6 +121,26 @@ def test_what_is_wrong_is_named(
     result = climb(subject)
     assert not result.passed
     assert named in result.note
+
+
+def test_rounding_that_transformers_leaves_out_is_said_not_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p0_rounding, "_rounding_modules", lambda model: iter(()))
+    monkeypatch.setattr(p0, "load_hugging_face", plain_weights)
+    result = climb(make_subject(tmp_path, "int8-w8a8"))
+    assert result.passed, result.note
+    assert "were not compared: transformers rounds none here" in result.note
+
+
+def plain_weights(path: Path, **named: Any) -> Any:
+    """As transformers reads a format that it makes plain."""
+    model = load_hugging_face(path, **named)
+    assert stop_rounding(model) == 0  # patched
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_enabled = False
+    return model
 
 
 def test_trees_are_compared_with_other_targets_only(tmp_path: Path) -> None:
