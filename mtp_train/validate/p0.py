@@ -70,7 +70,7 @@ def check(
         served = subject.feature_model(dtype)
         ways: list[tuple[LlamaModel, list[LogitsReference]]]
         if subject.rounds_inputs:
-            unrounded = subject.unrounded_model(dtype)
+            unrounded = subject.unrounded().feature_model(dtype)
             ways = [(served, [DecodeReference(SoloTeam(served))]), (unrounded, [hugging_face])]
         else:
             ways = [(served, [DecodeReference(SoloTeam(served)), hugging_face])]

@@ -44,6 +44,7 @@ class Subject:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     cache_dir: Path | None = None
     may_differ: bool = False  # take a head of a target with the same sizes and other weights
+    without_rounding: bool = False  # a quantised target whose linears read what they are given
     _targets: dict[torch.dtype, Target] = field(default_factory=dict, repr=False)
     _heads: dict[torch.dtype, MtpHead] = field(default_factory=dict, repr=False)
     _contract: tuple[HeadSpec, dict[str, torch.Tensor]] | None = field(default=None, repr=False)
@@ -77,33 +78,33 @@ class Subject:
     def rounds_inputs(self) -> bool:
         """Whether linears of the target round what they read."""
         quantisation = self.target(self.runtime_dtype).config.quantisation
-        return quantisation is not None and quantisation.rounds_inputs
+        is_stated = quantisation is not None and quantisation.rounds_inputs
+        return is_stated and not self.without_rounding
 
     def target(self, dtype: torch.dtype) -> Target:
         if dtype not in self._targets:
-            self._targets[dtype] = self._load_target(dtype)
+            self._targets[dtype] = load_target(
+                self.target_path,
+                dtype=dtype,
+                device=self.device,
+                attention=self.engine_config.attention,
+                attention_kernel=self.engine_config.attention_kernel,
+                stored_weights=self.engine_config.stored_weights,
+                int8_grid=self.engine_config.int8_grid,
+                rounds_inputs=not self.without_rounding,
+                kv_cache=self.engine_config.kv_cache,
+                expert_parallel=self.engine_config.expert_parallel,
+                cache_dir=self.cache_dir,
+            )
         return self._targets[dtype]
 
-    def unrounded_model(self, dtype: torch.dtype) -> LlamaModel:
-        """:meth:`feature_model` of a target that does not round inputs: another function, for
-        comparison. Loaded anew.
+    def unrounded(self) -> Subject:
+        """The same where linears of the target do not round inputs: itself, or another function
+        for comparison, loaded anew.
         """
-        return self._tapped(self._load_target(dtype, rounds_inputs=False).model)
-
-    def _load_target(self, dtype: torch.dtype, *, rounds_inputs: bool = True) -> Target:
-        return load_target(
-            self.target_path,
-            dtype=dtype,
-            device=self.device,
-            attention=self.engine_config.attention,
-            attention_kernel=self.engine_config.attention_kernel,
-            stored_weights=self.engine_config.stored_weights,
-            int8_grid=self.engine_config.int8_grid,
-            rounds_inputs=rounds_inputs,
-            kv_cache=self.engine_config.kv_cache,
-            expert_parallel=self.engine_config.expert_parallel,
-            cache_dir=self.cache_dir,
-        )
+        if not self.rounds_inputs:
+            return self
+        return replace(self, without_rounding=True, _targets={}, _heads={})
 
     def head(self, dtype: torch.dtype) -> MtpHead:
         """The inference head over :meth:`target`'s embedding and ``lm_head``."""
@@ -153,10 +154,8 @@ class Subject:
 
     def feature_model(self, dtype: torch.dtype) -> LlamaModel:
         """The target, giving the residual streams that the head reads."""
-        return self._tapped(self.target(dtype).model)
-
-    def _tapped(self, model: LlamaModel) -> LlamaModel:
-        return model.tapped(self.spec.layer_ids) if self.spec.layer_ids else model
+        model, layer_ids = self.target(dtype).model, self.spec.layer_ids
+        return model.tapped(layer_ids) if layer_ids else model
 
     def engine(self, dtype: torch.dtype, config: EngineConfig, *, with_head: bool) -> Engine:
         """An engine over :meth:`feature_model`."""

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from mtp_train.heads.base import TrainingHead
-from mtp_train.validate.subject import Subject
 from mtp_train.validate.unroll import HiddenSequence, chain_batch, lm_head_of
-from runtime.config import TREE_SCHEDULES, ScheduleName
 from runtime.request import Generation, SpecStep
 
 TIE = 1e-4  # of the largest logit's size: nearer logits may change places
 _ROW_CHUNK = 256
-NO_TREES = "trees not at all: the target rounds inputs, and a tree's rows are summed otherwise"
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,6 @@ class _Chain:
     start: int
     path: tuple[int, ...]
     children: tuple[int, ...]
-
-
-def exact_tree_schedules(subject: Subject) -> tuple[ScheduleName, ...]:
-    """Schedules whose trees can be compared to the last token: none where the target rounds inputs
-    (:mod:`mtp_train.validate.p0_rounding`): a tree's attention is merged from two parts.
-    """
-    return () if subject.rounds_inputs else TREE_SCHEDULES
 
 
 @torch.inference_mode()

@@ -143,19 +143,17 @@ def plain_weights(path: Path, **named: Any) -> Any:
     return model
 
 
-def test_trees_are_compared_with_other_targets_only(tmp_path: Path) -> None:
+def test_trees_are_compared_without_rounding(tmp_path: Path) -> None:
     subject = replace(make_subject(tmp_path, "int8-w8a8"), runtime_dtype=torch.float32)
     prompts = [random_ids(n, seed=n, vocab_size=VOCAB) for n in (9, 5, 12)]
     result = p3.check(subject, prompts, k=2, max_tokens=16, min_drafts=0)
     assert result.passed, result.figures
-    assert "trees not at all" in result.note
-    assert not any("tree" in name for name in result.figures)
-    plain = replace(
-        subject, target_path=tmp_path / "model", may_differ=True, _targets={}, _heads={}
-    )
-    result = p3.check(plain, prompts, k=2, max_tokens=16, min_drafts=0)
-    assert result.passed, result.figures
+    assert "(without rounded inputs)" in result.note
     assert result.figures["float32_fixed_tree_nodes"] > 0
+    plain = replace(subject, target_path=tmp_path / "model", may_differ=True)
+    plain = replace(plain, _targets={}, _heads={})
+    assert plain.unrounded() is plain
+    assert "rounded" not in p3.check(plain, prompts, k=2, max_tokens=8, min_drafts=0).note
 
 
 def test_a_model_that_rounds_nothing_has_nothing_to_stop(tmp_path: Path) -> None:
