@@ -127,7 +127,7 @@ def load_workbench(
         assert team is not None, "the decode reference loads the runtime's model"
         references.append(DecodeReference(team))
     compares = "huggingface" in features.p0_references
-    if compares and _rounds_inputs(directory):
+    if compares and load_config(directory).rounds_inputs:
         _leave_out_hugging_face(features)
         compares = False
     if compares and tensor_group.is_leader:
@@ -145,11 +145,6 @@ def load_workbench(
         num_first_rows=features.p0_rows_per_sample if features.source == "vllm" else 0,
     )
     return Workbench(source, check)
-
-
-def _rounds_inputs(directory: Path) -> bool:
-    quantisation = load_config(directory).quantisation
-    return quantisation is not None and quantisation.rounds_inputs
 
 
 def _leave_out_hugging_face(features: FeaturesConfig) -> None:

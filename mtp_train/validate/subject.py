@@ -77,9 +77,8 @@ class Subject:
     @property
     def rounds_inputs(self) -> bool:
         """Whether linears of the target round what they read."""
-        quantisation = self.target(self.runtime_dtype).config.quantisation
-        is_stated = quantisation is not None and quantisation.rounds_inputs
-        return is_stated and not self.without_rounding
+        config = self.target(self.runtime_dtype).config
+        return config.rounds_inputs and not self.without_rounding
 
     def target(self, dtype: torch.dtype) -> Target:
         if dtype not in self._targets:

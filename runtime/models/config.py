@@ -82,6 +82,11 @@ class ModelConfig:
             return f"model.mtp_layers.{number}."
         return f"model.layers.{self.num_layers + number}."
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether any linear rounds what it reads."""
+        return self.quantisation is not None and self.quantisation.rounds_inputs
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 
