@@ -51,6 +51,7 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
 #pragma omp parallel
   {
     const TaskRange tasks(batch);
+    TilesOf<Word> tiles;
     for (long layer = 0; layer < stack.num_blocks; layer++) {
       const Block& block = *stack.blocks[layer];
       T* pool_k = stack.pool_k + layer * stack.layer_stride;
@@ -63,7 +64,7 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
 
       prefetch_first(batch, tasks, shape, pool_k, pool_v);
       const uint32_t* rows = norm(block.input_norm, block.eps);
-      linear_share<Word>(rows, n, panels_of(qkv_width), to_qkv, Ahead(add_out, panels_of(d)));
+      linear_share<Word>(rows, n, panels_of(qkv_width), to_qkv, tiles, Ahead(add_out, panels_of(d)));
 #pragma omp barrier
 #pragma omp for
       for (long i = 0; i < n; i++) {
@@ -78,12 +79,12 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
         std::memcpy(pool_v + to, row + q_width + kv_width, kv_width * sizeof(T));
       }
       attend_tasks<Word, T>(batch, tasks, shape, qkv, pool_k, pool_v, attended);
-      linear_share<Word>((const uint32_t*)attended, n, panels_of(d), add_out,
+      linear_share<Word>((const uint32_t*)attended, n, panels_of(d), add_out, tiles,
                          Ahead(to_activated, panels_of(stack.inner)));
 #pragma omp barrier
 
       rows = norm(block.post_norm, block.eps);
-      linear_share<Word>(rows, n, panels_of(stack.inner), to_activated,
+      linear_share<Word>(rows, n, panels_of(stack.inner), to_activated, tiles,
                          Ahead(add_down, panels_of(d)));
 #pragma omp barrier
       Ahead next_layer;
@@ -92,7 +93,7 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
         next_layer = Ahead(Store<T>{{next.qkv, words(d), nullptr, nullptr, qkv_width}},
                            panels_of(qkv_width));
       }
-      linear_share<Word>((const uint32_t*)activated, n, panels_of(d), add_down, next_layer);
+      linear_share<Word>((const uint32_t*)activated, n, panels_of(d), add_down, tiles, next_layer);
 #pragma omp barrier
     }
   }

@@ -6,7 +6,9 @@
 
 #include <omp.h>
 
-#include "vectors.h"
+#include <type_traits>
+
+#include "matrix_tiles.h"
 
 namespace {
 
@@ -14,6 +16,9 @@ constexpr int kTileRows = 6;             // 6 x 4 accumulators of 32 vector regi
 constexpr long kRowBlock = 192;          // rows of A that stay in the second-level cache
 constexpr long kSerialProducts = 65536;  // below this, starting threads costs more than it saves
 constexpr long kNearWords = 32;          // how far ahead the only pass over weights asks for them
+
+template <class Word>
+using TilesOf = std::conditional_t<Word::kPerWord == 2, MatrixTiles, NoTiles>;
 
 // c (+)= a * b for a tile. a: words of row 0, rows `lda` apart; b[v]: the words of vector v, `step`
 // apart; c: float32 rows `ldc` apart. kAhead further vectors, `ahead`, are asked for on the way: their
@@ -188,7 +193,12 @@ struct SiluMul : PanelSink<T> {
 // asked for meanwhile.
 template <class Word, int NV, class Sink>
 void linear_tiles(const uint32_t* x, long first, long last, long p, const uint32_t* const* ahead,
-                  const Sink& sink) {
+                  const Sink& sink, TilesOf<Word>& matrix_tiles) {
+#if HAS_MATRIX_TILES
+  if constexpr (std::is_same_v<TilesOf<Word>, MatrixTiles>)
+    if (matrix_tiles.can_multiply(sink.words))
+      return linear_in_matrix_tiles<NV>(x, first, last, p, ahead, sink, matrix_tiles);
+#endif
   const uint32_t* b[NV];
   alignas(64) float sums[kTileRows * NV * kLanes];
   sink.panels(p, NV, b);
@@ -209,6 +219,20 @@ void linear_tiles(const uint32_t* x, long first, long last, long p, const uint32
                                  false, nullptr);
     for (long i = 0; i < rows; i++) sink.take(row + i, p, NV, sums + i * NV * kLanes);
   }
+}
+
+// The sixteen outputs of one panel for one row, with the bits that linear_tiles gives them.
+template <class Word>
+void multiply_panel(const uint32_t* row, const uint32_t* panel, long words, float* sums,
+                    TilesOf<Word>& matrix_tiles) {
+#if HAS_MATRIX_TILES
+  if constexpr (std::is_same_v<TilesOf<Word>, MatrixTiles>)
+    if (matrix_tiles.can_multiply(words)) {
+      matrix_tiles.shape(1, 1);
+      return multiply_upper<1, 0>(row, &panel, words, sums, nullptr);
+    }
+#endif
+  multiply_tile<Word, 1, 1, 0>(row, words, &panel, kLanes, words, sums, kLanes, false, nullptr);
 }
 
 // The panels of one thread.
@@ -235,7 +259,8 @@ struct Ahead {
 // This thread's share of a linear over n rows x: neighbouring panels of all rows. `after`: what the
 // thread reads afterwards.
 template <class Word, class Sink>
-void linear_share(const uint32_t* x, long n, long panels, const Sink& sink, const Ahead& after = {}) {
+void linear_share(const uint32_t* x, long n, long panels, const Sink& sink, TilesOf<Word>& tiles,
+                  const Ahead& after = {}) {
   constexpr int kPer = Sink::kVectorsPerPanel;
   const Share share(panels);
   const uint32_t* ahead[4];
@@ -249,16 +274,16 @@ void linear_share(const uint32_t* x, long n, long panels, const Sink& sink, cons
     };
     for (; p + 4 / kPer <= share.to; p += 4 / kPer) {
       look_ahead(4);
-      linear_tiles<Word, 4>(x, first, last, p, ahead, sink);
+      linear_tiles<Word, 4>(x, first, last, p, ahead, sink, tiles);
     }
     for (; p + 2 / kPer <= share.to; p += 2 / kPer) {
       look_ahead(2);
-      linear_tiles<Word, 2>(x, first, last, p, ahead, sink);
+      linear_tiles<Word, 2>(x, first, last, p, ahead, sink, tiles);
     }
     if constexpr (kPer == 1)
       if (p < share.to) {
         look_ahead(1);
-        linear_tiles<Word, 1>(x, first, last, p, ahead, sink);
+        linear_tiles<Word, 1>(x, first, last, p, ahead, sink, tiles);
       }
   }
 }
@@ -270,7 +295,10 @@ void linear(const T* x, const uint32_t* weight, const float* bias, T* out, long 
             long outputs) {
   const Store<T> sink{{weight, inputs / Word::kPerWord, bias, out, outputs}};
 #pragma omp parallel if (n * inputs * outputs > kSerialProducts)
-  linear_share<Word>((const uint32_t*)x, n, panels_of(outputs), sink);
+  {
+    TilesOf<Word> tiles;
+    linear_share<Word>((const uint32_t*)x, n, panels_of(outputs), sink, tiles);
+  }
 }
 
 }  // namespace

@@ -143,6 +143,7 @@ void best_outputs(const T* x, const uint32_t* weight, const Screen& screen, int6
 #pragma omp parallel
   {
     const Share share(panels);
+    TilesOf<Word> tiles;
     switch (rows) {
       case 1: screen_share<1>(screen, quantised, share, about, padded); break;
       case 2: screen_share<2>(screen, quantised, share, about, padded); break;
@@ -171,8 +172,7 @@ void best_outputs(const T* x, const uint32_t* weight, const Screen& screen, int6
         if (!any(load(about + row * padded + p * kLanes) + slack >= threshold)) continue;
         const uint32_t* panel = weight + p * words * kLanes;
         alignas(64) float sums[kLanes];
-        multiply_tile<Word, 1, 1, 0>((const uint32_t*)x + row * words, words, &panel, kLanes, words,
-                                     sums, kLanes, false, nullptr);
+        multiply_panel<Word>((const uint32_t*)x + row * words, panel, words, sums, tiles);
         const V exact = rounded(x, load(sums));
         for (int lane = 0; lane < kLanes && p * kLanes + lane < outputs; lane++)
           best.offer(exact[lane], p * kLanes + lane);

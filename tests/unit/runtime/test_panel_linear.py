@@ -28,14 +28,15 @@ def dtype(request) -> torch.dtype:
     return request.param
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 33, 200])
+@pytest.mark.parametrize("inputs", [50, 96])  # 96: whole matrix tiles of bfloat16
 @pytest.mark.parametrize("outputs", [1, 16, 33, 97, 128])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_panels_give_the_product(dtype, rows, outputs, has_bias):
+def test_panels_give_the_product(dtype, rows, inputs, outputs, has_bias):
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, 50, generator=generator).to(dtype)
+    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    x = torch.randn(rows, 50, generator=generator).to(dtype)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
     got = PanelLinear(weight, bias, kernels=fused_kernels())(x)
     wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = 1e-5 if dtype is torch.float32 else 2**-8
@@ -55,8 +56,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype):
     )
     x = torch.randn(400, 576, generator=generator).to(dtype)
     together = linear(x)
-    for first, last in ((0, 1), (3, 5), (7, 11), (100, 313), (395, 400)):
+    for first, last in ((0, 1), (3, 5), (7, 11), (8, 25), (100, 313), (395, 400)):
         assert torch.equal(linear(x[first:last]), together[first:last])
+
+
+def test_other_libraries_find_their_matrix_tiles_again():
+    """torch's own products of bfloat16 may keep a configuration in the same registers."""
+    generator = torch.Generator().manual_seed(0)
+    weight, other = torch.randn(2, 96, 64, generator=generator).bfloat16()
+    linear = PanelLinear(weight, kernels=fused_kernels())
+    xs = [torch.randn(rows, 64, generator=generator).bfloat16() for rows in (1, 17, 40, 3)]
+    wanted = [F.linear(x, other) for x in xs]
+    for x, result in zip(xs, wanted, strict=True):
+        linear(x)
+        assert torch.equal(F.linear(x, other), result)
 
 
 def test_rows_that_are_not_contiguous_are_read_right(dtype):

@@ -1,0 +1,204 @@
+// Products of bfloat16 in the processor's matrix tiles (AMX), where it has them: sixteen rows cost about
+// as much as one. A panel is what a tile of weights has to look like: words of two inputs, sixteen outputs
+// wide. Every output is summed over its inputs in order, sixteen words at a time, so a row's bits depend
+// neither on the rows beside it nor on how they are cut into tiles.
+
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_MATRIX_TILES 1
+#endif
+
+namespace {
+
+constexpr long kTileWords = 16;  // contracted by one instruction, 32 bfloat16
+constexpr long kMatrixRows = 16;
+
+#if HAS_MATRIX_TILES
+
+// Linux saves tile registers for processes that have asked for them.
+inline bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_granted;
+}
+
+// A thread's tile registers: 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights. Other libraries find their
+// own configuration again afterwards.
+class MatrixTiles {
+ public:
+  MatrixTiles() : is_allowed_(may_use_tiles()) {
+    if (is_allowed_) _tile_storeconfig(&before_);
+  }
+  MatrixTiles(const MatrixTiles&) = delete;
+  ~MatrixTiles() {
+    if (!upper_) return;
+    if (before_.palette)
+      configure(before_);
+    else
+      _tile_release();
+  }
+
+  // Whether rows of so many words can be multiplied here.
+  bool can_multiply(long words) const { return is_allowed_ && words % kTileWords == 0; }
+
+  // `upper` rows in registers 4, 0 and 1, `lower` in 5, 2 and 3; sums are lost.
+  void shape(long upper, long lower) {
+    if (upper == upper_ && lower == lower_) return;
+    upper_ = upper, lower_ = lower;
+    Configuration wanted;
+    wanted.palette = 1;
+    const long rows[] = {upper, upper, lower, lower, upper, lower, kTileWords, kTileWords};
+    for (int i = 0; i < 8; i++) wanted.rows[i] = (uint8_t)rows[i], wanted.row_bytes[i] = 64;
+    configure(wanted);
+  }
+
+ private:
+  struct alignas(64) Configuration {
+    uint8_t palette = 0, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  };
+  static void configure(const Configuration& wanted) {
+    asm volatile("" ::: "memory");  // the intrinsic names its first bytes only
+    _tile_loadconfig(&wanted);
+  }
+
+  Configuration before_;
+  bool is_allowed_;
+  long upper_ = 0, lower_ = 0;
+};
+
+// Asks for one tile of weights of each of kAhead panels.
+template <int kAhead>
+inline void ask_for(const uint32_t* const* panels, long word) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kAhead; v++)
+    for (long i = 0; i < kTileWords; i++) __builtin_prefetch(panels[v] + (word + i) * kLanes);
+}
+
+// sums[rows, 16 NV] of at most sixteen rows: the tiles are shaped for them. As in multiply_tile, kAhead further panels are
+// asked for on the way.
+template <int NV, int kAhead>
+void multiply_upper(const uint32_t* a, const uint32_t* const* b, long words, float* sums,
+                    const uint32_t* const* ahead) {
+  constexpr long kNear = 2 * kTileWords;
+  constexpr long kStride = NV * kLanes * sizeof(float);
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  if constexpr (NV > 1) _tile_zero(1);
+  if constexpr (NV > 2) _tile_zero(2);
+  if constexpr (NV > 3) _tile_zero(3);
+  for (long word = 0; word < words; word += kTileWords) {
+    if constexpr (kAhead > 0) {
+      if (word + kNear < words)
+        ask_for<NV>(b, word + kNear);
+      else
+        ask_for<kAhead>(ahead, std::max(0L, word + kNear - words));
+    }
+    _tile_loadd(4, a + word, words * 4);
+    _tile_loadd(6, b[0] + word * kLanes, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (NV > 1) {
+      _tile_loadd(7, b[1] + word * kLanes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if constexpr (NV > 2) {
+      _tile_loadd(6, b[2] + word * kLanes, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (NV > 3) {
+      _tile_loadd(7, b[3] + word * kLanes, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, kStride);
+  if constexpr (NV > 1) _tile_stored(1, sums + kLanes, kStride);
+  if constexpr (NV > 2) _tile_stored(2, sums + 2 * kLanes, kStride);
+  if constexpr (NV > 3) _tile_stored(3, sums + 3 * kLanes, kStride);
+}
+
+// sums[rows, 16 NV], rows `stride` floats apart, of sixteen rows and the rows below them.
+template <int NV, int kAhead>
+void multiply_both(const uint32_t* a, const uint32_t* const* b, long words, float* sums, long stride,
+                   const uint32_t* const* ahead) {
+  static_assert(NV <= 2, "two registers for each column of sums");
+  const uint32_t* lower = a + kMatrixRows * words;
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(2);
+  if constexpr (NV > 1) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
+  for (long word = 0; word < words; word += kTileWords) {
+    if constexpr (kAhead > 0) ask_for<kAhead>(ahead, word);
+    _tile_loadd(4, a + word, words * 4);
+    _tile_loadd(6, b[0] + word * kLanes, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, lower + word, words * 4);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (NV > 1) {
+      _tile_loadd(7, b[1] + word * kLanes, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  float* below = sums + kMatrixRows * stride;
+  _tile_stored(0, sums, stride * sizeof(float));
+  _tile_stored(2, below, stride * sizeof(float));
+  if constexpr (NV > 1) {
+    _tile_stored(1, sums + kLanes, stride * sizeof(float));
+    _tile_stored(3, below + kLanes, stride * sizeof(float));
+  }
+}
+
+// Rows first .. last - 1 of one tile of panels, as linear_tiles of products.h does it in vectors.
+template <int NV, class Sink>
+void linear_in_matrix_tiles(const uint32_t* x, long first, long last, long p,
+                            const uint32_t* const* ahead, const Sink& sink, MatrixTiles& tiles) {
+  constexpr int kPair = NV < 2 ? 1 : 2;
+  const uint32_t* b[NV];
+  alignas(64) float sums[2 * kMatrixRows * NV * kLanes];
+  sink.panels(p, NV, b);
+  for (long row = first; row < last; row += 2 * kMatrixRows) {
+    const long rows = std::min(2 * kMatrixRows, last - row);
+    const uint32_t* from = x + row * sink.words;
+    if (rows <= kMatrixRows) {
+      tiles.shape(rows, rows);
+      if (row == first)
+        multiply_upper<NV, NV>(from, b, sink.words, sums, ahead);
+      else
+        multiply_upper<NV, 0>(from, b, sink.words, sums, nullptr);
+    } else {
+      tiles.shape(kMatrixRows, rows - kMatrixRows);
+      for (int v = 0; v < NV; v += kPair) {
+        float* columns = sums + v * kLanes;
+        if (row == first)
+          multiply_both<kPair, kPair>(from, b + v, sink.words, columns, NV * kLanes, ahead + v);
+        else
+          multiply_both<kPair, 0>(from, b + v, sink.words, columns, NV * kLanes, nullptr);
+      }
+    }
+    for (long i = 0; i < rows; i++) sink.take(row + i, p, NV, sums + i * NV * kLanes);
+  }
+}
+
+#else
+
+struct MatrixTiles {
+  bool can_multiply(long) const { return false; }
+};
+
+#endif
+
+// Words that are not multiplied in tiles.
+struct NoTiles {
+  bool can_multiply(long) const { return false; }
+};
+
+}  // namespace
