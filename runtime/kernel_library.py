@@ -141,7 +141,7 @@ def _try_kernels(
         bias = torch.linspace(-1, 1, 37)
         linear = PanelLinear(weight, bias, kernels=kernels)
         yield linear(x), F.linear(x.float(), weight.float(), bias)
-        rows = torch.linspace(-1, 1, 35 * 64).view(35, 64).to(dtype)  # whole matrix tiles, and a part
+        rows = torch.linspace(-1, 1, 35 * 64).view(35, 64).to(dtype)  # matrix tiles, and a part
         yield (
             PanelLinear(rows[:34], kernels=kernels)(rows),
             F.linear(rows.float(), rows[:34].float()),
