@@ -38,7 +38,7 @@ from mtp_train.validate.in_subprocess import SubprocessValidator
 from mtp_train.validate.in_training import build_validator, lm_head_weight
 from runtime.cpu import best_dtype, limit_kernel_caches, set_threads
 from runtime.files import sha256_file
-from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids
+from runtime.head_spec import WEIGHTS_NAME, DraftVocab, hash_vocab_ids, load_head_spec
 from runtime.models.checkpoint import Checkpoint
 from runtime.models.config import load_config
 from runtime.models.loader import fingerprint_target
@@ -135,9 +135,10 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
                 str(serving_dtype).removeprefix("torch."),
                 sum(shared.values()),
             )
-    draft_ids, draft_vocab = None, None
+    draft_ids, draft_vocab, like = None, None, None
     method = config.head.init
     if method not in BUILT_IN_INITS and not is_checkpoint(Path(method)):
+        like = load_head_spec(Path(method))
         draft_ids = read_draft_list(Path(method), size=config.head.draft_vocab_size)
     if config.head.draft_vocab_size:
         draft_ids, draft_vocab = choose_draft_vocab(
@@ -147,7 +148,7 @@ def open_inputs(config: Config, *, group: ProcessGroup) -> tuple[TrainInputs, Va
             kept_W=draft_ids,
         )
     spec = make_head_spec(
-        config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab
+        config.head, target_config, fingerprint=fingerprint, draft_vocab=draft_vocab, like=like
     )
     start: dict[str, Any] = {"head": head_settings(config.head, layer_ids)}
     if method == "native":

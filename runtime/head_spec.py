@@ -1,9 +1,9 @@
 """The weights contract of a draft head: read by the trainer's twin and by the inference head alike.
 
 ``HeadSpec`` is versioned, strict JSON and the only thing that writes a native ``config.json``. The
-native directory is ``config.json`` + ``model.safetensors`` (the embedding is the target's, never
-stored, and so is ``lm_head`` but for EAGLE-3, which has its own, and Medusa, which may have one per
-block).
+native directory is ``config.json`` + ``model.safetensors`` (embedding and ``lm_head`` are the
+target's, never stored, but for EAGLE-3, which has its own ``lm_head`` and may have its own
+embedding, and Medusa, which may have an ``lm_head`` per block).
 
 Alignment, stated once: row ``i`` takes the target's hidden state ``g_i`` (EAGLE-3: residual streams
 ``S_k`` of row ``i``) and the embedding of token ``t_{i+1}``, sits at rotary position ``i``, stores
@@ -34,6 +34,7 @@ SPEC_VERSION = 4  # 2: projection_bias; 3: EAGLE-3; 4: Medusa
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 DRAFT_VOCAB_NAME = "draft_vocab_ids"
+EMBEDDING_NAME = "embed_tokens.weight"  # of a head with an embedding of its own
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ EAGLE3_FIELDS: Mapping[str, Any] = MappingProxyType(
         "layer_parts": PLAIN_LAYER,
     }
 )
-"""What ``kind=eagle3`` means. Open: ``layer_ids``, ``fusion_norm``, ``residual``, ``recycle`` and
-the draft vocabulary. ``enorm`` is ``layers.0.input_layernorm``, ``hnorm`` ``layers.0.hidden_norm``.
+"""What ``kind=eagle3`` means. Open: ``layer_ids``, ``fusion_norm``, ``residual``, ``recycle``, the
+draft vocabulary, ``target_hidden_size`` and ``embedding``. ``enorm`` is
+``layers.0.input_layernorm``, ``hnorm`` ``layers.0.hidden_norm``.
 """
 
 MEDUSA_FIELDS: Mapping[str, Any] = MappingProxyType(
@@ -185,6 +187,7 @@ class HeadSpec:
     experts: ExpertSpec | None = None  # in the place of a dense MLP: kind=mtp only
     concat: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
     hidden_source: Literal["g", "layers"] = "g"
+    target_hidden_size: int | None = None  # D of a target wider than the head; None: hidden_size
     layer_ids: tuple[int, ...] = ()  # k of S_k, the residual stream after k of the target's layers
     fusion_norm: Literal["none", "each", "joined"] = "none"  # of the S_k before fc
     norms: NormPlacement = NormPlacement()
@@ -195,7 +198,7 @@ class HeadSpec:
     first_embedding_mask: bool = True
     projection_bias: bool = False  # of eh_proj, of Medusa's blocks
     position_offset: int = 0
-    embedding: Literal["target"] = "target"
+    embedding: Literal["target", "own"] = "target"
     lm_head: Literal["target", "own"] = "target"
     draft_vocab: DraftVocab | None = None
 
@@ -267,8 +270,11 @@ class HeadSpec:
                     f"head layer_ids={list(self.layer_ids)}: kind=eagle3 names the residual "
                     "streams that it reads, ascending, each once"
                 )
+            self._check_width()
             return
         for name, value in (
+            ("target_hidden_size", None),
+            ("embedding", "target"),
             ("hidden_source", "g"),
             ("layer_ids", ()),
             ("fusion_norm", "none"),
@@ -284,6 +290,25 @@ class HeadSpec:
                 f"head lm_head={self.lm_head!r}: only kind=eagle3 and kind=medusa have that, not "
                 f"kind={self.kind}"
             )
+
+    def _check_width(self) -> None:
+        if self.target_hidden_size is None:
+            return
+        if self.target_hidden_size <= self.hidden_size:
+            raise ValueError(
+                f"head target_hidden_size={self.target_hidden_size}: must be above "
+                f"hidden_size={self.hidden_size}; null stands for the same width"
+            )
+        if self.embedding != "own":
+            raise ValueError(
+                f"head embedding={self.embedding!r}: the target's is {self.target_hidden_size} "
+                f"wide and the head {self.hidden_size}; it needs an embedding of its own"
+            )
+
+    @property
+    def target_width(self) -> int:
+        """Columns of ``g`` and of each residual stream."""
+        return self.target_hidden_size or self.hidden_size
 
     @property
     def own_lm_heads(self) -> tuple[str, ...]:
@@ -322,17 +347,19 @@ class HeadSpec:
     @property
     def input_size(self) -> int:
         """Columns of what it reads of the target."""
-        return self.hidden_size * max(1, len(self.layer_ids))
+        return self.target_width * max(1, len(self.layer_ids))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The strict tensor list: name -> shape. Linear weights are ``[out, in]``."""
         width = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.kind == "eagle3":
-            joined = len(self.layer_ids) * width
+            joined = self.input_size
+            if self.embedding == "own":
+                shapes[EMBEDDING_NAME] = (self.vocab_size, width)
             if self.fusion_norm == "each":
                 for index in range(len(self.layer_ids)):
-                    shapes[f"fc_norm.{index}.weight"] = (width,)
+                    shapes[f"fc_norm.{index}.weight"] = (self.target_width,)
             if self.fusion_norm == "joined":
                 shapes["input_norm.weight"] = (joined,)
             shapes["fc.weight"] = (width, joined)
@@ -387,7 +414,7 @@ class HeadSpec:
             del raw["rope"]["yarn"]
         if self.layer_parts == PLAIN_LAYER:
             del raw["layer_parts"]
-        for name in ("latent", "experts"):
+        for name in ("latent", "experts", "target_hidden_size"):
             if raw[name] is None:
                 del raw[name]
         return json.dumps(raw, indent=2, sort_keys=True) + "\n"
@@ -408,7 +435,7 @@ class HeadSpec:
             raw = raw | {"version": SPEC_VERSION}
         if isinstance(raw, dict):
             left_out: dict[str, Any] = {"layer_parts": dataclasses.asdict(PLAIN_LAYER)}
-            left_out |= {"latent": None, "experts": None}
+            left_out |= {"latent": None, "experts": None, "target_hidden_size": None}
             raw = left_out | raw
             if isinstance(raw.get("rope"), dict):
                 raw = raw | {"rope": {"yarn": None} | raw["rope"]}
@@ -523,14 +550,19 @@ def save_head(path: Path, spec: HeadSpec, tensors: Mapping[str, torch.Tensor]) -
     write_atomic(path / CONFIG_NAME, spec.to_json())
 
 
-def load_head(path: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
-    """Read a native directory, strictly. Raises ``ValueError`` naming the file, key or tensor."""
+def load_head_spec(path: Path) -> HeadSpec:
+    """The contract of a native directory. Raises ``ValueError`` naming the file or key."""
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (path / name).is_file():
             raise ValueError(
                 f"head={path}: {name} is missing; expected a directory written by mtp train"
             )
-    spec = HeadSpec.from_json((path / CONFIG_NAME).read_text(), source=str(path / CONFIG_NAME))
+    return HeadSpec.from_json((path / CONFIG_NAME).read_text(), source=str(path / CONFIG_NAME))
+
+
+def load_head(path: Path) -> tuple[HeadSpec, dict[str, torch.Tensor]]:
+    """Read a native directory, strictly. Raises ``ValueError`` naming the file, key or tensor."""
+    spec = load_head_spec(path)
     tensors = read_tensors(path / WEIGHTS_NAME)
     check_head_tensors(spec, tensors, source=str(path / WEIGHTS_NAME))
     return spec, tensors

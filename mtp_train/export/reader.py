@@ -91,27 +91,31 @@ def check_target(
 ) -> None:
     """Raise ``ValueError`` naming the first way in which the head is not one of this target.
 
-    Engines take sizes, norms and RoPE of one layout from the target and of another from the
-    directory: they must be the same. ``may_be_shorter``: but for the length, as
-    ``export.max_length`` sets it.
+    Engines take sizes, norms and RoPE of an MTP head from the target or from the directory, by
+    layout: they must be the same. Those of an EAGLE head are always its own. ``may_be_shorter``:
+    but for the length, as ``export.max_length`` sets it.
     """
     target = load_config(target_dir)
     length, longest = spec.max_position_embeddings, target.max_position_embeddings
+    is_eagle = spec.kind in ("eagle", "eagle3")
+    may_be_shorter = may_be_shorter or is_eagle
     pairs: tuple[tuple[str, Any, Any], ...] = (
-        ("hidden_size", spec.hidden_size, target.hidden_size),
+        ("target_hidden_size", spec.target_width, target.hidden_size),
+        ("vocab_size", spec.vocab_size, target.vocab_size),
+        ("max_position_embeddings", max(length, longest) if may_be_shorter else length, longest),
+    )
+    own: tuple[tuple[str, Any, Any], ...] = (
         ("intermediate_size", spec.intermediate_size, target.intermediate_size),
         ("num_attention_heads", spec.num_heads, target.num_heads),
         ("num_key_value_heads", spec.num_kv_heads, target.num_kv_heads),
         ("head_dim", spec.head_dim, target.head_dim),
-        ("vocab_size", spec.vocab_size, target.vocab_size),
-        ("max_position_embeddings", max(length, longest) if may_be_shorter else length, longest),
         ("rms_norm_eps", spec.norm_eps, target.norm_eps),
         ("rope_theta", spec.rope.theta, target.rope.theta),
         ("rope_parameters", spec.rope, target.rope),
         ("latent attention", spec.latent, spec.latent and target.latent),
         ("experts", spec.experts, spec.experts and _experts_only(target)),
     )
-    for key, ours, theirs in pairs:
+    for key, ours, theirs in pairs if is_eagle else (*pairs, *own):
         if ours != theirs:
             raise ValueError(f"head {key}={ours}: the target {target_dir} has {theirs}")
     fingerprint = fingerprint_target(target_dir, cache_dir=cache_dir or default_cache_dir())

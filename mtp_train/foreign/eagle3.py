@@ -2,8 +2,7 @@
 whose heads are built like these, is looked at here too.
 
 The contract is that of :mod:`mtp_train.export.layouts.eagle3`, under ``midlayer.`` where a
-directory says so, with what only others write: a target of another width, biases, head norms, more
-layers.
+directory says so, with what only others write: biases, head norms, more layers.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ import torch
 
 from mtp_train.export.layouts import LAYOUTS
 from mtp_train.export.layouts.base import TARGET_EMBEDDING
-from mtp_train.export.layouts.eagle3 import (
-    EMBEDDING_NAME,
-    MASK_NAME,
-    OFFSETS_NAME,
-    to_mask,
-    to_offsets,
-)
+from mtp_train.export.layouts.eagle3 import MASK_NAME, OFFSETS_NAME, to_mask, to_offsets
 from mtp_train.foreign.contract import Contract, Shape
 from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding, OpenChoice
@@ -41,6 +34,7 @@ from mtp_train.foreign.vocabulary import Vocabulary, read_draft_ids, read_vocabu
 from runtime.head_spec import (
     DRAFT_VOCAB_NAME,
     EAGLE3_FIELDS,
+    EMBEDDING_NAME,
     DraftVocab,
     HeadSpec,
     hash_vocab_ids,
@@ -75,9 +69,9 @@ class Eagle3Reader(FormatReader):
         findings += [*sources.findings, *vocabulary.findings, *_norm_flags(files)]
         findings += choice[0]
         width = _target_width(files, sizes, sources.count, given, findings)
-        spec = _spec(files, sizes, sources, vocabulary, normed)
+        spec = _spec(files, sizes, sources, vocabulary, normed, width)
         parts = _parts(there, block)
-        required, optional = _contract(spec, sizes, files, there, parts, width)
+        required, optional = _contract(spec, sizes, files, there, parts)
         back = {ours: theirs for theirs, ours in names.items()}
         why_not = _why_not(sizes, there, parts, width)
         is_whole = vocabulary.draft is None
@@ -91,7 +85,7 @@ class Eagle3Reader(FormatReader):
             facts=_facts(files, sizes, sources, vocabulary, spec, width, there),
             findings=tuple(findings),
             open_choices=(*sources.open_choices, *vocabulary.open_choices, *choice[1]),
-            copies=(Copy(EMBEDDING_NAME, TARGET_EMBEDDING),) if EMBEDDING_NAME in there else (),
+            copies=_copies(spec, there),
             reads_width=width,
             sizes=sizes,
         )
@@ -235,6 +229,7 @@ def _spec(
     sources: LayerSources,
     vocabulary: Vocabulary,
     normed: bool,
+    width: int,
 ) -> HeadSpec:
     config = files.config
     ids_W = vocabulary.draft.ids_W if vocabulary.draft is not None else None
@@ -248,6 +243,8 @@ def _spec(
     elif config.get("norm_before_fc") is True:
         fusion = "joined"
     fields: dict[str, Any] = {**sizes.spec_fields(), **EAGLE3_FIELDS}
+    if width > sizes.hidden_size:
+        fields |= {"target_hidden_size": width, "embedding": "own"}
     return HeadSpec(
         kind="eagle3",
         **fields,
@@ -276,23 +273,17 @@ def _contract(
     files: HeadFiles,
     there: set[str],
     parts: LayerParts,
-    width: int,
 ) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """The layout's list, and what of it may be left out."""
     required = LAYOUTS["speculators"].tensor_shapes(spec)
-    joined = len(spec.layer_ids) * width
-    required["fc.weight"] = (sizes.hidden_size, joined)
-    for name in required:
-        if name.startswith("fc_norm."):
-            required[name] = (width,)
-    if "input_norm.weight" in required:
-        required["input_norm.weight"] = (joined,)
     required |= _layer(sizes, 0, parts, inputs=2 * sizes.hidden_size)
-    optional: dict[str, Shape] = {EMBEDDING_NAME: required.pop(EMBEDDING_NAME)}
+    optional: dict[str, Shape] = {}
+    if spec.embedding == "target":
+        optional[EMBEDDING_NAME] = required.pop(EMBEDDING_NAME)
     if MASK_NAME in required:
         optional[MASK_NAME] = required.pop(MASK_NAME)
     if _MASK_HIDDEN in there or _is_parallel(files):
-        required[_MASK_HIDDEN] = (1, 1, joined)
+        required[_MASK_HIDDEN] = (1, 1, spec.input_size)
     for index in range(1, _num_layers(files)):
         required |= _layer(sizes, index, parts, inputs=sizes.hidden_size)
         optional[f"{layer_prefix(index)}hidden_norm.weight"] = (sizes.hidden_size,)
@@ -314,13 +305,19 @@ def _num_layers(files: HeadFiles) -> int:
     return count if type(count) is int and count > 0 else 1
 
 
+def _copies(spec: HeadSpec, there: set[str]) -> tuple[Copy, ...]:
+    if spec.embedding == "own" or EMBEDDING_NAME not in there:
+        return ()
+    return (Copy(EMBEDDING_NAME, TARGET_EMBEDDING, may_be_own=True),)
+
+
 def _why_not(sizes: Sizes, there: set[str], parts: LayerParts, width: int) -> str:
     layers = {name.split(".")[1] for name in there if name.startswith("layers.")}
     return join_reasons(
         (
-            width != sizes.hidden_size,
-            f"it is {sizes.hidden_size} wide and reads states of {width}: heads here are as wide "
-            "as their target",
+            width < sizes.hidden_size,
+            f"it is {sizes.hidden_size} wide and reads states of {width}: heads here are no wider "
+            "than their target",
         ),
         (parts != PLAIN_LAYER, f"its layer has {parts}, heads of EAGLE-3 here have none"),
         (len(layers) > 1, f"it has {len(layers)} layers, heads of EAGLE-3 here have one"),

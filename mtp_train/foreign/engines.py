@@ -18,6 +18,7 @@ from mtp_train.foreign.contract import Differences
 from mtp_train.foreign.files import HeadFiles
 from mtp_train.foreign.findings import Finding
 from mtp_train.foreign.formats import Engine, Format
+from mtp_train.foreign.reading import layer_block
 
 Outcome = Literal["loads", "loads, drafts wrongly", "refuses", "cannot"]
 ENGINES: tuple[Engine, ...] = ("vLLM", "SGLang")
@@ -220,7 +221,7 @@ def _medusa(files: HeadFiles, stops: list[str], notes: list[str]) -> None:
 
 
 def _eagle3(engine: Engine, files: HeadFiles, spoils: list[str], notes: list[str]) -> None:
-    names = files.headers
+    names, width = files.headers, layer_block(files.config)[0].get("hidden_size")
     if engine == "SGLang":
         biases = [name for name in names if name.endswith("_proj.bias")]
         norms = [name for name in names if name.endswith(("q_norm.weight", "k_norm.weight"))]
@@ -228,7 +229,8 @@ def _eagle3(engine: Engine, files: HeadFiles, spoils: list[str], notes: list[str
             spoils.append(f"{_named([*biases, *norms])}: not computed by its EAGLE-3 layer")
         if files.config.get("norm_before_residual") is True:
             spoils.append("norm_before_residual: its layer has no normed residual")
-        if "embed_tokens.weight" in names:
+        is_narrower = files.config.get("target_hidden_size", width) != width
+        if "embed_tokens.weight" in names and not is_narrower:
             notes.append("puts the target's embedding in the place of embed_tokens.weight")
     if "t2d" in names:
         notes.append("drops t2d")

@@ -86,14 +86,13 @@ def read_foreign(
         raise ValueError(f"{where}: its files do not say {choice.question}; say {choice.option}")
     files, reader = inspection.files, READERS[format.key]
     given = Given(target, choices)
-    assert reading.spec is not None, "a reading without a spec says why"
-    _check_copies(directory, reading, files, target_dir, choices)
-    tensors = reader.native_tensors(reading.spec, files, given)
+    spec = _check_copies(directory, reading, files, target_dir, choices)
+    tensors = reader.native_tensors(spec, files, given)
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
             count = int((~torch.isfinite(tensor)).sum())
             raise ValueError(f"{where}: tensor {name} has {count} values that are not finite")
-    spec = _for_target(reading.spec, target, choices)
+    spec = _for_target(spec, target, choices)
     fingerprint = fingerprint_target(target_dir, cache_dir=cache_dir)
     return ImportedHead(replace(spec, target_fingerprint=fingerprint), tensors, inspection)
 
@@ -192,7 +191,10 @@ def _check_copies(
     files: HeadFiles,
     target_dir: Path,
     choices: ForeignConfig,
-) -> None:
+) -> HeadSpec:
+    """The head with what it keeps of its own."""
+    spec = reading.spec
+    assert spec is not None, "a reading without a spec says why"
     for copy, is_same in read_copies(reading, files, target_dir):
         if is_same:
             continue
@@ -203,11 +205,21 @@ def _check_copies(
                 copy.name,
             )
             continue
+        if copy.may_be_own:
+            logger.info(
+                "%s: %s is not the target's and stays the head's own, as in vLLM; "
+                "foreign.vocabulary=target takes the target's, as SGLang does",
+                directory,
+                copy.name,
+            )
+            spec = replace(spec, embedding="own")
+            continue
         raise ValueError(
             f"head={directory}: tensor {copy.name} differs from the target's {copy.target_name}, "
             "heads here have no such tensor of their own. foreign.vocabulary=target leaves it out "
             "for the target's; measure what that costs"
         )
+    return spec
 
 
 def _for_target(spec: HeadSpec, target: TargetShape, choices: ForeignConfig) -> HeadSpec:

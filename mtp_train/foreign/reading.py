@@ -27,10 +27,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor of the directory that ought to be the target's: ``target_name`` there."""
+    """A tensor of the directory that ought to be the target's: ``target_name`` there.
+
+    ``may_be_own``: the head's kind can have an embedding of its own in its place.
+    """
 
     name: str
     target_name: str
+    may_be_own: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@
 the unroll (the paper's training-time test) takes the state that step k - 1 recycled in the place of
 ``x``, as decoding does.
 
-Shape legend: S packed rows, N query rows of one step, D model width, E = len(layer_ids) * D, V
-vocabulary, W draft vocabulary.
+An embedding of the head's own is read, never trained, as the target's is.
+
+Shape legend: S packed rows, N query rows of one step, D width of the head, E = len(layer_ids) *
+target_width, V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -30,6 +32,17 @@ class _Layer(DecoderLayer):
         self.hidden_norm = _norm(spec, spec.hidden_size, dtype)
 
 
+class _Embedding(nn.Module):
+    """A buffer under the name of its tensor."""
+
+    weight: torch.Tensor
+
+    def __init__(self, spec: HeadSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight_VD = torch.zeros(spec.vocab_size, spec.hidden_size, dtype=dtype)
+        self.register_buffer("weight", weight_VD)
+
+
 def _norm(spec: HeadSpec, width: int, dtype: torch.dtype) -> RMSNorm:
     return RMSNorm(width, eps=spec.norm_eps, one_plus=spec.norm_form == "1+w", dtype=dtype)
 
@@ -45,12 +58,14 @@ class Eagle3Head(MtpHead):
 
     def _make_inputs(self, dtype: torch.dtype) -> None:
         spec, width = self.spec, self.spec.hidden_size
-        count = len(spec.layer_ids)
+        if spec.embedding == "own":
+            self.embed_tokens = _Embedding(spec, dtype)
         if spec.fusion_norm == "each":
-            self.fc_norm = nn.ModuleList([_norm(spec, width, dtype) for _ in range(count)])
+            norms = [_norm(spec, spec.target_width, dtype) for _ in spec.layer_ids]
+            self.fc_norm = nn.ModuleList(norms)
         if spec.fusion_norm == "joined":
-            self.input_norm = _norm(spec, count * width, dtype)
-        self.fc = nn.Linear(count * width, width, bias=False, dtype=dtype)
+            self.input_norm = _norm(spec, spec.input_size, dtype)
+        self.fc = nn.Linear(spec.input_size, width, bias=False, dtype=dtype)
         self.layers = nn.ModuleList([_Layer(spec, dtype)])
         self.lm_head = nn.Linear(width, spec.draft_vocab_size, bias=False, dtype=dtype)
         if spec.draft_vocab is not None:
@@ -92,6 +107,8 @@ class Eagle3Head(MtpHead):
         embedding_VD: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = cast(_Layer, self.layers[0])
+        if self.spec.embedding == "own":
+            embedding_VD = self.embed_tokens.weight
         e_ND = F.embedding(ids_N, embedding_VD).to(hidden_ND.dtype)
         normed_ND = layer.hidden_norm(hidden_ND)
         joined_N2D = torch.cat((layer.input_layernorm(e_ND), normed_ND), dim=-1)

@@ -45,6 +45,19 @@ logger = logging.getLogger(__name__)
 
 TensorReader = Callable[[str], torch.Tensor]
 
+# What engines read from an EAGLE head's own files: training on keeps it.
+_OF_AN_EAGLE_HEAD = (
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rope",
+    "norm_eps",
+    "target_hidden_size",
+    "embedding",
+)
+
 
 @dataclass(frozen=True)
 class OwnHead:
@@ -62,11 +75,14 @@ def make_head_spec(
     *,
     fingerprint: str,
     draft_vocab: DraftVocab | None = None,
+    like: HeadSpec | None = None,
 ) -> HeadSpec:
     """The spec of a head for ``target``; everything but the user's choices is the target's.
 
-    ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over. Raises
-    ``ValueError`` where ``head.init=last_layer`` finds layers of another kind than the head's.
+    ``draft_vocab``: the list that a head with an ``lm_head`` of its own is trained over. ``like``:
+    the head that training goes on from; an EAGLE head keeps its sizes, RoPE and embedding, which
+    need not be the target's. Raises ``ValueError`` where ``head.init=last_layer`` finds layers of
+    another kind than the head's, or ``like`` reads states of another width.
     """
     parts = head_parts(config, target.layer_parts)
     follows = follows_target(config)
@@ -80,7 +96,7 @@ def make_head_spec(
             target.layer_parts,
             parts,
         )
-    return HeadSpec(
+    spec = HeadSpec(
         kind=config.kind,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
@@ -107,6 +123,14 @@ def make_head_spec(
         **source_fields(config, num_layers=target.num_layers),
         draft_vocab=draft_vocab,
     )
+    if like is None or like.kind != spec.kind or spec.kind not in ("eagle", "eagle3"):
+        return spec
+    if like.target_width != target.hidden_size:
+        raise ValueError(
+            f"head.init={config.init}: the head there reads states {like.target_width} wide, the "
+            f"target's are {target.hidden_size}"
+        )
+    return replace(spec, **{field: getattr(like, field) for field in _OF_AN_EAGLE_HEAD})
 
 
 def _experts_of_head(target: ModelConfig) -> ExpertSpec | None:

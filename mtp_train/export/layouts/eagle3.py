@@ -14,7 +14,9 @@ Choices that need a reason:
 - ``lm_head`` and ``draft_vocab_size`` are always there: without the latter SGLang fails, without
   the former its ``lm_head`` is random.
 - the embedding is a copy of the target's, which vLLM recognises and shares. It would do without,
-  but for pipeline parallelism, where it shares nothing.
+  but for pipeline parallelism, where it shares nothing. A head narrower than its target has its
+  own, and ``target_hidden_size`` is written, by which both engines size ``fc``. One of its own of
+  the target's width vLLM keeps and SGLang replaces.
 - the residual is the head's input as it is: SGLang has no other. With a single stream as wide as
   the head SGLang skips ``fc``.
 
@@ -41,14 +43,13 @@ from mtp_train.export.layouts.base import (
     sizes_and_rope,
     swap_halves,
 )
-from runtime.head_spec import DRAFT_VOCAB_NAME, HeadSpec
+from runtime.head_spec import DRAFT_VOCAB_NAME, EMBEDDING_NAME, HeadSpec
 
 OFFSETS_NAME = "d2t"
 MASK_NAME = "t2d"
-EMBEDDING_NAME = "embed_tokens.weight"
 _JOINED_INPUTS = tuple(f"layers.0.self_attn.{part}_proj.weight" for part in "qkv")
 # EAGLE3_FIELDS of runtime.head_spec fixes the others.
-CARRIED: Mapping[str, Any] = MappingProxyType({"block": "llama", "embedding": "target"})
+CARRIED: Mapping[str, Any] = MappingProxyType({"block": "llama"})
 
 
 def default_layer_ids(num_target_layers: int) -> tuple[int, ...]:
@@ -73,6 +74,9 @@ class Eagle3Layout(Layout):
         """A draft vocabulary that lists every token is none."""
         whole = spec.draft_vocab_size == spec.vocab_size
         return replace(spec, draft_vocab=None if whole else spec.draft_vocab)
+
+    def copied(self, spec: HeadSpec) -> Mapping[str, str]:
+        return self.copies if spec.embedding == "target" else {}
 
     def tensor_shapes(self, spec: HeadSpec) -> dict[str, tuple[int, ...]]:
         shapes = self.served_spec(spec).tensor_shapes()
@@ -116,6 +120,8 @@ class Eagle3Layout(Layout):
             "mlp_bias": False,
             **sizes_and_rope(spec, dtype=target.dtype),
         }
+        if spec.target_hidden_size is not None:
+            config["target_hidden_size"] = spec.target_hidden_size
         if spec.layer_ids != default_layer_ids(target.num_layers):
             config["eagle_aux_hidden_state_layer_ids"] = list(spec.layer_ids)
             before = [k - 1 for k in spec.layer_ids]
@@ -135,16 +141,22 @@ class Eagle3Layout(Layout):
                 "stream as wide as the head. Nearest: export.format=speculators (vLLM), or train "
                 "with two or more head.layer_ids"
             )
+        if spec.embedding == "own" and spec.target_hidden_size is None:
+            raise ValueError(
+                'head embedding="own": SGLang puts the target\'s in its place where both are as '
+                "wide. Nearest: export.format=speculators (vLLM)"
+            )
         refuse_differing(spec, CARRIED, layout=self.name)
 
     def describe(self, spec: HeadSpec) -> str:
         streams = ", ".join(map(str, spec.layer_ids))
         served = self.served_spec(spec).draft_vocab
         ids = "" if served is None else "; `d2t` holds their ids as offsets, `t2d` marks them"
+        embedding = "its own" if spec.embedding == "own" else "a copy of the target's"
         return (
             f"It reads the target's residual streams after layers {streams}, and drafts from "
-            f"{spec.draft_vocab_size} tokens with an `lm_head` of its own{ids}. The embedding is a "
-            "copy of the target's."
+            f"{spec.draft_vocab_size} tokens with an `lm_head` of its own{ids}. The embedding is "
+            f"{embedding}."
         )
 
     def check_values(

@@ -54,7 +54,7 @@ class SpeculatorsLayout(Eagle3Layout):
             "speculators_version": FORMAT_VERSION,
             "transformer_layer_config": block,
             "draft_vocab_size": spec.draft_vocab_size,
-            "target_hidden_size": None,
+            "target_hidden_size": spec.target_hidden_size,
             "norm_before_residual": spec.residual == "normed",
             "norm_before_fc": spec.fusion_norm == "joined",
             "fc_norm": spec.fusion_norm == "each",

@@ -7,7 +7,7 @@ Row ``i`` takes the target's row ``i`` (``g`` and behind it the streams, of whic
 latter) and the already shifted id ``t_{i+1}``. On recycled rows ``x`` is the state that the head
 returned itself; the two are told apart by their width, ``row_width`` against ``D``.
 
-Shape legend: N rows, D model width, E = len(layer_ids) * D.
+Shape legend: N rows, D width of the head, E = len(layer_ids) * target_width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from runtime.batch import ForwardBatch
+from runtime.head_spec import EMBEDDING_NAME
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.linear import TensorSource
 from runtime.models.heads.mtp import MtpHead
@@ -23,8 +24,8 @@ from runtime.ops import NormWeight
 
 
 class Eagle3Head(MtpHead):
-    """Shares the target's embedding only. With a draft vocabulary column ``j`` of the logits is
-    token ``draft_vocab_ids[j]``.
+    """Shares the target's embedding, or has its own. With a draft vocabulary column ``j`` of the
+    logits is token ``draft_vocab_ids[j]``.
     """
 
     def _take_inputs(self, take: TensorSource) -> None:
@@ -33,6 +34,9 @@ class Eagle3Head(MtpHead):
             spec.layer_ids, num_layers=self._target.config.num_layers, field="head layer_ids"
         )
         self.layer_ids = spec.layer_ids
+        self.own_embedding: torch.Tensor | None = None
+        if spec.embedding == "own":
+            self.own_embedding = self._target.vocabulary.shard.cut(take(EMBEDDING_NAME))
         self.fusion_norms: tuple[NormWeight, ...] = ()
         if spec.fusion_norm == "each":
             names = [f"fc_norm.{index}.weight" for index in range(len(spec.layer_ids))]
@@ -44,6 +48,16 @@ class Eagle3Head(MtpHead):
 
     def _take_lm_head(self, take: TensorSource) -> None:
         self._own_lm_head(take("lm_head.weight"))
+
+    @property
+    def row_width(self) -> int:
+        """Of the target's rows: ``g`` and the streams behind it."""
+        return self.spec.target_width * (1 + len(self.layer_ids))
+
+    def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+        if self.own_embedding is None:
+            return self._target.embed(ids_N)
+        return self._target.vocabulary.lookup(self.own_embedding, ids_N)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, table: SlotTable, pool: KVPool) -> torch.Tensor:
@@ -57,9 +71,7 @@ class Eagle3Head(MtpHead):
         assert block.input_norm is not None, "EAGLE-3 norms the embedding"
         plan = backend.plan_once(batch, table)
         x_ND = self._stream(batch.hidden_ND.to(self.dtype))
-        embedding_ND = ops.add_rms_norm(
-            self._target.embed(batch.input_ids_N), None, block.input_norm
-        )
+        embedding_ND = ops.add_rms_norm(self._embed(batch.input_ids_N), None, block.input_norm)
         normed_ND = ops.add_rms_norm(x_ND, None, self.stream_norm)
         joined = torch.cat((embedding_ND, normed_ND), dim=-1)
         if self.spec.residual == "normed":
@@ -83,7 +95,7 @@ class Eagle3Head(MtpHead):
             f"rows of {hidden_ND.shape[1]} columns: a target with layer_ids={self.layer_ids} gives "
             f"{self.row_width}"
         )
-        streams_NE = hidden_ND[:, self.width :]
+        streams_NE = hidden_ND[:, self.spec.target_width :]
         if self.fusion_norms:
             parts = streams_NE.tensor_split(len(self.fusion_norms), dim=1)
             streams_NE = torch.cat(

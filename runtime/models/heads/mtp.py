@@ -260,7 +260,7 @@ def _make_block(
 def _check_fits(spec: HeadSpec, target: LlamaModel) -> None:
     config = target.config
     for name, ours, theirs in (
-        ("hidden_size", spec.hidden_size, config.hidden_size),
+        ("target_hidden_size", spec.target_width, config.hidden_size),
         ("vocab_size", spec.vocab_size, config.vocab_size),
     ):
         if ours != theirs:

@@ -23,6 +23,15 @@ Tensors = dict[str, torch.Tensor]
 AUTO = ForeignConfig()
 NUM_LAYERS = 7  # of the target: its default layer ids are 2, 3 and 4
 DEFAULT_LAYERS: dict[str, Any] = {**THREE, "layer_ids": (2, 3, 4), "fusion_norm": "none"}
+NARROW: dict[str, Any] = {  # than the target's 32
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 12,
+    "target_hidden_size": 32,
+    "embedding": "own",
+}
 KINDS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "mimo": ({"concat": "hidden_embedding"}, ()),
     "medusa": ({**MEDUSA, "lm_head": "own"}, ()),

@@ -15,12 +15,19 @@ from mtp_train.export import read_export, write_export
 from mtp_train.foreign.importing import native_directory, with_native_heads
 from mtp_train.heads.init import make_head_spec, read_draft_list, read_initial_head
 from mtp_train.run_dir import read_json
-from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids, load_head
+from runtime.head_spec import (
+    DraftVocab,
+    HeadSpec,
+    hash_vocab_ids,
+    load_head,
+    load_head_spec,
+)
 from runtime.models.config import load_config
 from tests.unit.export.test_eagle_layouts import IDS, make_target, put_head
 from tests.unit.export.test_export import make_config
 from tests.unit.foreign.heads import (
     KINDS,
+    NARROW,
     NUM_LAYERS,
     bring_in,
     change_config,
@@ -210,13 +217,26 @@ def test_layer_ids_that_engines_read_differently_are_asked_for(tmp_path: Path) -
     assert bring_in(tmp_path, out).spec.layer_ids == (2, 4)
 
 
-def test_an_embedding_of_its_own_is_refused_unless_left_out(tmp_path: Path) -> None:
+def test_an_embedding_of_its_own_stays_unless_left_out(tmp_path: Path) -> None:
     out = make_export(tmp_path, "eagle3")
     change_tensors(out, lambda t: t["embed_tokens.weight"].mul_(2))
+    native = load_head(tmp_path / "head")[1]
+    head = bring_in(tmp_path, out)
+    assert head.spec.embedding == "own"
+    own = load_file(out / "model.safetensors")["embed_tokens.weight"]
+    assert same_weights(head.tensors, native | {"embed_tokens.weight": own})
+    left_out = bring_in(tmp_path, out, ForeignConfig(vocabulary="target"))
+    assert left_out.spec.embedding == "target"
+    assert same_weights(left_out.tensors, native)
+
+
+@pytest.mark.parametrize("format", ["eagle", "mimo"])
+def test_other_heads_have_no_embedding_of_their_own(format: ExportFormat, tmp_path: Path) -> None:
+    out = make_export(tmp_path, format)
+    name = "embed_tokens.weight" if format == "eagle" else "model.embed_tokens.weight"
+    change_tensors(out, lambda t: t[name].mul_(2))
     with pytest.raises(ValueError, match=r"embed_tokens\.weight differs.*foreign\.vocabulary"):
         bring_in(tmp_path, out)
-    chosen = ForeignConfig(vocabulary="target")
-    assert same_weights(bring_in(tmp_path, out, chosen).tensors, load_head(tmp_path / "head")[1])
 
 
 def test_a_head_keeps_its_rope_unless_told_to_take_the_targets(tmp_path: Path) -> None:
@@ -250,18 +270,36 @@ def test_faults_are_refused_by_name(change: Any, message: str, tmp_path: Path) -
         bring_in(tmp_path, out)
 
 
-def test_a_head_narrower_than_its_target_is_refused_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fusion", ["none", "each", "joined"])
+@pytest.mark.parametrize("format", ["eagle3", "speculators"])
+def test_a_head_narrower_than_its_target_comes_in_and_goes_out(
+    format: ExportFormat, fusion: str, tmp_path: Path
+) -> None:
+    out = make_export(tmp_path, format, **NARROW, fusion_norm=fusion)
+    assert read_json(out / "config.json")["target_hidden_size"] == 32
+    head = bring_in(tmp_path, out)
+    spec, tensors = load_head(tmp_path / "head")
+    assert head.spec == without_coverage(spec)
+    assert same_weights(head.tensors, tensors)
+    assert tensors["embed_tokens.weight"].shape == (11, 24)
+
+
+def test_a_narrow_head_without_an_embedding_is_refused(tmp_path: Path) -> None:
+    out = make_export(tmp_path, "eagle3", **NARROW)
+    change_tensors(out, lambda t: t.pop("embed_tokens.weight"))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: missing"):
+        bring_in(tmp_path, out)
+
+
+def test_a_head_wider_than_its_target_is_refused_with_the_reason(tmp_path: Path) -> None:
     out = make_export(tmp_path, "eagle3")
-    config = read_json(tmp_path / "target" / "config.json")
-    wide = tmp_path / "wide"
-    wide.mkdir()
-    make_target(wide / "target", num_layers=NUM_LAYERS, hidden_size=64)
-    change_config(out, lambda c: c.update(target_hidden_size=64))
-    change_tensors(
-        out, lambda t: t.update({"fc.weight": torch.randn(config["hidden_size"], 3 * 64)})
-    )
-    with pytest.raises(ValueError, match="is 32 wide and reads states of 64"):
-        bring_in(wide, out)
+    change_config(out, lambda c: c.update(target_hidden_size=16))
+    change_tensors(out, lambda t: t.update({"fc.weight": torch.randn(32, 3 * 16)}))
+    narrower = tmp_path / "narrower"
+    narrower.mkdir()
+    make_target(narrower / "target", num_layers=NUM_LAYERS, hidden_size=16)
+    with pytest.raises(ValueError, match="is 32 wide and reads states of 16"):
+        bring_in(narrower, out)
 
 
 def test_a_head_of_another_shape_of_target_is_refused(tmp_path: Path) -> None:
@@ -301,8 +339,11 @@ def test_an_imported_head_is_made_once_and_leaves_the_directory_alone(tmp_path: 
     assert native_directory(place, ForeignConfig(), **arguments) == place
 
 
-def test_training_goes_on_from_it_with_its_own_list(tmp_path: Path) -> None:
-    out = make_export(tmp_path, "eagle3")
+@pytest.mark.parametrize("changes", [{}, NARROW], ids=["as wide", "narrow"])
+def test_training_goes_on_from_it_with_its_own_list_and_sizes(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    out = make_export(tmp_path, "eagle3", **changes)
     config = make_config(tmp_path)
     fields = HeadConfig(
         kind="eagle3",
@@ -319,17 +360,19 @@ def test_training_goes_on_from_it_with_its_own_list(tmp_path: Path) -> None:
     ids_W = read_draft_list(path, size=4)
     assert ids_W is not None
     assert ids_W.tolist() == list(IDS)
-    spec = make_head_spec(
-        native.head,
-        load_config(tmp_path / "target"),
-        fingerprint="f",
-        draft_vocab=DraftVocab(4, coverage=0.25, ids_sha256=hash_vocab_ids(ids_W)),
-    )
+    vocab = DraftVocab(4, coverage=0.25, ids_sha256=hash_vocab_ids(ids_W))
+    target = load_config(tmp_path / "target")
+    made = {"fingerprint": "f", "draft_vocab": vocab, "like": load_head_spec(path)}
+    spec = make_head_spec(native.head, target, **made)
     initial = read_initial_head(path, spec)
     wanted = load_head(tmp_path / "head")[1]
     assert all(torch.equal(initial[name], wanted[name]) for name in wanted)
+    assert spec.input_size == 3 * target.hidden_size
     with pytest.raises(ValueError, match=r"drafts from 4 tokens; set head\.draft_vocab_size=4"):
         read_draft_list(path, size=0)
+    other = dataclasses.replace(target, hidden_size=48)
+    with pytest.raises(ValueError, match="reads states 32 wide, the target's are 48"):
+        make_head_spec(native.head, other, **made)
 
 
 def test_an_export_of_ours_can_be_trained_on(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.unit.foreign.heads import (
     AUTO,
     DEFAULT_LAYERS,
     IDS,
+    NARROW,
     NUM_LAYERS,
     Tensors,
     bring_in,
@@ -234,16 +235,19 @@ def test_a_missing_norm_stops_vllm_in_an_mtp_head_only(tmp_path: Path) -> None:
 
 
 def test_a_head_narrower_than_its_target_is_recognised(tmp_path: Path) -> None:
-    out = make_export(tmp_path, "eagle3")
-    change_tensors(out, lambda t: t.update({"fc.weight": torch.randn(32, 3 * 64)}))
+    out = make_export(tmp_path, "eagle3", **NARROW)
+    change_config(out, lambda c: c.pop("target_hidden_size"))
     assert "target-width" in codes(look(out))
-    change_config(out, lambda c: c.update(target_hidden_size=64))
-    inspection = look(out)
+    change_config(out, lambda c: c.update(target_hidden_size=32))
+    inspection = look(out, target_dir=tmp_path / "target")
     assert not inspection.has_errors
-    assert "64 wide each" in dict(inspection.reading.facts)["reads"]  # type: ignore[union-attr]
-    assert "narrower" not in inspection.why_not_read
-    assert "reads states of 64" in inspection.why_not_read
-    beside = look(out, target_dir=tmp_path / "target")
+    assert not inspection.why_not_read
+    facts = dict(inspection.reading.facts)  # type: ignore[union-attr]
+    assert "32 wide each" in facts["reads"]
+    assert outcomes(inspection) == {"vLLM": "loads", "SGLang": "loads"}
+    assert "puts the target's embedding" not in why(inspection, "SGLang")
+    wide = make_target(tmp_path / "wide", num_layers=NUM_LAYERS, hidden_size=64)
+    beside = look(out, target_dir=Path(wide.path))
     assert "target-hidden-size" in {f.code for f in beside.findings if f.severity == "error"}
 
 

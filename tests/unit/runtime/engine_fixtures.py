@@ -81,6 +81,15 @@ EAGLE3: dict[str, Any] = {
     **EAGLE3_FIELDS,
 }
 
+NARROW: dict[str, Any] = EAGLE3 | {
+    "hidden_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 12,
+    "target_hidden_size": 32,
+    "embedding": "own",
+}
+
 MEDUSA: dict[str, Any] = {
     "kind": "medusa",
     "num_blocks": 3,

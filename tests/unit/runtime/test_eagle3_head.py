@@ -41,6 +41,7 @@ BASE = HeadSpec(
     norm_eps=1e-5,
     target_fingerprint="0" * 64,
 )
+NARROW = {"hidden_size": 24, "target_hidden_size": WIDTH, "embedding": "own", "head_dim": 12}
 VARIANTS = {
     "published": {},
     "one_stream": {"layer_ids": (2,)},
@@ -49,6 +50,9 @@ VARIANTS = {
     "fc_norm": {"fusion_norm": "each"},
     "norm_before_fc": {"fusion_norm": "joined"},
     "draft_vocab": {"draft_vocab": DraftVocab(5, 0.9, hash_vocab_ids(DRAFT_IDS))},
+    "own_embedding": {"embedding": "own"},
+    "narrow": {**NARROW, "fusion_norm": "each"},
+    "narrow_joined": {**NARROW, "fusion_norm": "joined", "recycle": "post_norm"},
 }
 
 
@@ -229,8 +233,35 @@ def test_eagle3_is_eagle3_as_published(field):
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_hidden_size": 32}, r"target_hidden_size=32: must be above hidden_size=32"),
+        ({"target_hidden_size": 16}, r"target_hidden_size=16: must be above hidden_size=32"),
+        ({"target_hidden_size": 64}, r"embedding='target': the target's is 64 wide"),
+    ],
+)
+def test_a_narrower_head_says_so_and_has_its_own_embedding(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BASE, **changes)
+
+
+def test_a_narrow_head_of_another_target_does_not_fit(target):
+    _, model = target
+    spec = dataclasses.replace(BASE, **NARROW | {"target_hidden_size": 48})
+    with pytest.raises(ValueError, match="head target_hidden_size=48: the target has 32"):
+        build_head(spec, random_tensors(spec), model)
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
-    [("layer_ids", (1,)), ("fusion_norm", "each"), ("residual", "normed"), ("lm_head", "own")],
+    [
+        ("layer_ids", (1,)),
+        ("fusion_norm", "each"),
+        ("residual", "normed"),
+        ("lm_head", "own"),
+        ("target_hidden_size", 64),
+        ("embedding", "own"),
+    ],
 )
 def test_other_heads_have_none_of_it(field, value):
     mtp = {f.name: f.default for f in dataclasses.fields(HeadSpec)}

@@ -32,6 +32,7 @@ from tests.unit.runtime.engine_fixtures import (
     EAGLE3,
     EOS,
     MEDUSA,
+    NARROW,
     VOCAB,
     head_spec,
     make_requests,
@@ -227,10 +228,18 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
         {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
         {"num_layers": 2},
         EAGLE3,
+        NARROW,
         MEDUSA,
         MEDUSA | {"lm_head": "own"},
     ],
-    ids=["eagle with a bias", "two layers", "eagle3", "medusa", "medusa with lm_heads"],
+    ids=[
+        "eagle with a bias",
+        "two layers",
+        "eagle3",
+        "narrow eagle3",
+        "medusa",
+        "medusa with lm_heads",
+    ],
 )
 def test_another_head_drafts_as_on_one_rank(changes: dict[str, Any], tmp_path: Path) -> None:
     case = make_case(tmp_path, "even", **changes)

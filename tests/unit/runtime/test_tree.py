@@ -29,6 +29,7 @@ from tests.unit.runtime.engine_fixtures import (
     EAGLE3,
     EOS,
     MEDUSA,
+    NARROW,
     StubDraft,
     check_draft_state,
     head_spec,
@@ -100,10 +101,18 @@ def test_output_and_state_equal_plain_decoding(
         {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
         {"num_layers": 2},
         EAGLE3,
+        NARROW,
         MEDUSA,
         MEDUSA | {"lm_head": "own"},
     ],
-    ids=["eagle with a bias", "two layers", "eagle3", "medusa", "medusa with lm_heads"],
+    ids=[
+        "eagle with a bias",
+        "two layers",
+        "eagle3",
+        "narrow eagle3",
+        "medusa",
+        "medusa with lm_heads",
+    ],
 )
 def test_trees_of_another_head_are_its_own_and_exact(
     target: Target, changes: dict[str, Any], shape: str

@@ -90,6 +90,9 @@ def eagle3(draft_vocab: int = 0, **changes: Any) -> dict[str, Any]:
     return {"kind": "eagle3", **EAGLE3_FIELDS, **fields, **changes}
 
 
+NARROW: dict[str, Any] = {"target_hidden_size": 40, "embedding": "own"}  # of the head's 32
+
+
 def medusa(num_blocks: int = 3, **changes: Any) -> dict[str, Any]:
     """Changes of :func:`tiny_spec` that make it a Medusa head."""
     fields = {"num_blocks": num_blocks, "projection_bias": True}
@@ -141,7 +144,7 @@ def random_sample(spec: HeadSpec, length: int, seed: int, mask: str = "answer") 
     return TinySample(
         torch.randint(spec.vocab_size, (length,), generator=generator),
         masks[mask],
-        torch.randn(length, spec.hidden_size, generator=generator),
+        torch.randn(length, spec.target_width, generator=generator),
         torch.randn(length, spec.input_size, generator=generator) if spec.reads_layers else None,
     )
 
@@ -174,7 +177,7 @@ class StepwiseHead:
     def row(self, hidden, token, position, cache, *, is_recycled=False):
         """Append this row's K/V to ``cache`` and return (state for logits, recycled state)."""
         spec = self.spec
-        e = self.embedding[token]
+        e = self.w.get("embed_tokens.weight", self.embedding)[token]
         if spec.kind == "eagle3":
             x = hidden if is_recycled else self.fuse(hidden)
             e = self.norm(e, "layers.0.input_layernorm.weight")
@@ -197,7 +200,7 @@ class StepwiseHead:
         return state, final if spec.recycle == "post_norm" else x
 
     def fuse(self, streams):
-        width = self.spec.hidden_size
+        width = self.spec.target_hidden_size or self.spec.hidden_size
         parts = [streams[i : i + width] for i in range(0, len(streams), width)]
         if self.spec.fusion_norm == "each":
             parts = [self.norm(p, f"fc_norm.{i}.weight") for i, p in enumerate(parts)]

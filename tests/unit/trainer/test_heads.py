@@ -30,6 +30,7 @@ from runtime.models.config import ModelConfig, load_config, parse_config
 from tests.unit.runtime.model_fixtures import save_model
 from tests.unit.trainer.reference import (
     EXPERTS,
+    NARROW,
     StepwiseHead,
     eagle3,
     latent,
@@ -81,6 +82,9 @@ SPECS = {
     "eagle3": eagle3(),
     "eagle3, every variant": eagle3(12, fusion_norm="each", residual="normed", recycle="post_norm"),
     "eagle3, norm of all streams": eagle3(fusion_norm="joined"),
+    "eagle3, narrower than its target": eagle3(12, fusion_norm="each", **NARROW),
+    "eagle3, narrower, norm of all streams": eagle3(fusion_norm="joined", **NARROW),
+    "eagle3 with an embedding of its own": eagle3(embedding="own"),
     "eagle": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
     "medusa": medusa(),
     "medusa without a bias": medusa(4, projection_bias=False),
