@@ -34,6 +34,15 @@ EAGLE = HeadConfig(
     first_embedding_mask=False,
     norms=HeadNorms(enorm=False, hnorm=False, input=False, final=False),
 )
+NARROW = {  # than the target's 128
+    "hidden_size": 96,
+    "intermediate_size": 144,
+    "num_heads": 3,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "target_hidden_size": 128,
+    "embedding": "own",
+}
 HEADS = {
     # the engines' default layers, which the directory does not name
     "full": TinyHead("eagle3", HeadConfig(**EAGLE3, layer_ids=(2, 3, 4)), num_layers=7),
@@ -52,6 +61,15 @@ HEADS = {
             **EAGLE3, layer_ids=(3,), norm_before_residual=True, draft_vocab_size=len(REDUCED)
         ),
         ids=REDUCED,
+    ),
+    "narrow": TinyHead(
+        "eagle3",
+        HeadConfig(**EAGLE3, layer_ids=(1, 3), fusion_norm="each", draft_vocab_size=len(REDUCED)),
+        ids=REDUCED,
+        fields=NARROW,
+    ),
+    "own_embedding": TinyHead(
+        "speculators", HeadConfig(**EAGLE3, layer_ids=(1, 3)), fields={"embedding": "own"}
     ),
     "eagle": TinyHead("eagle", EAGLE),
 }
@@ -79,7 +97,9 @@ def test_a_reduced_draft_vocabulary_has_equal_counts_in_fp32(
     check_equal(reduced[1])
 
 
-@pytest.mark.parametrize("name", ["full", "norm_output", "speculators", "eagle"])
+@pytest.mark.parametrize(
+    "name", ["full", "norm_output", "speculators", "narrow", "own_embedding", "eagle"]
+)
 def test_drafts_and_accepted_per_position_are_equal_in_fp32(name: str, tmp_path: Path) -> None:
     bench = make_tiny_bench(tmp_path, HEADS[name])
     check_equal(bench.compare(k=3))

@@ -4,8 +4,8 @@ so that a mistake in the arithmetic would change what is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,16 @@ _EPOCHS = 60
 
 @dataclass(frozen=True)
 class TinyHead:
-    """``num_layers`` of the target; ``ids``: the draft vocabulary, empty for all tokens."""
+    """``num_layers`` of the target; ``ids``: the draft vocabulary, empty for all tokens;
+    ``fields``: what of the head's contract is not as the target has it.
+    """
 
     format: ExportFormat
     head: HeadConfig
     num_layers: int = 4
     family: str = "llama"
     ids: tuple[int, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_tiny_bench(path: Path, tiny: TinyHead) -> Bench:
@@ -67,6 +70,7 @@ def make_tiny_bench(path: Path, tiny: TinyHead) -> Bench:
         fingerprint=target.fingerprint,
         draft_vocab=vocab if tiny.ids else None,
     )
+    spec = replace(spec, **tiny.fields)
     stored = load_file(path / "target" / "model.safetensors")
     tensors = initialise(
         spec,
@@ -75,7 +79,9 @@ def make_tiny_bench(path: Path, tiny: TinyHead) -> Bench:
         initializer_range=0.06,
         num_target_layers=tiny.num_layers,
         read_target=stored.__getitem__,
-        own_head=OwnHead(ids_W if tiny.ids else None, stored["lm_head.weight"][ids_W]),
+        own_head=OwnHead(
+            ids_W if tiny.ids else None, stored["lm_head.weight"][ids_W, : spec.hidden_size]
+        ),
     )
     generator = torch.Generator().manual_seed(2)
     for name, tensor in tensors.items():
