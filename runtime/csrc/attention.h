@@ -130,7 +130,7 @@ inline __attribute__((always_inline)) void prefetch_keys(const Task& task, const
 // `next`: what this thread does afterwards, or null.
 template <class Word, class T>
 void attend_tile(const Task& task, const Task* next, const Shape& shape, const T* q, const T* pool_k,
-                 const T* pool_v, T* out, Scratch& s) {
+                 const T* pool_v, T* out, Scratch& s, TilesOf<Word>& tiles) {
   constexpr bool kIsStaged = Word::kPerWord * sizeof(T) != 4;  // bfloat16 computed in float32
   const Request& request = *task.request;
   const long group = shape.heads / shape.kv_heads, c = shape.width, cp = shape.padded_width;
@@ -171,11 +171,15 @@ void attend_tile(const Task& task, const Task* next, const Shape& shape, const T
   const bool is_tree = request.mask != nullptr;
   const long prefix_len = request.kv_len - request.block_len;
   const long kv_end = task.num_keys();
+  // The weights of a block are whole tiles, hidden keys among them, where its scores are.
+  TilesOf<Word>* used_tiles = tiles.can_multiply(words) ? &tiles : nullptr;
+  const long key_vectors = used_tiles ? kTileWords * Word::kPerWord / kLanes : 1;
   const float scale = shape.scale * kLog2E;  // exponents are those of two
   const V lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (long start = 0; start < kv_end; start += kKeyBlock) {
     const long count = std::min<long>(kKeyBlock, kv_end - start);
-    const long vectors = (count + kLanes - 1) / kLanes;  // of keys; the last may have hidden ones
+    const long parts = (count + key_vectors * kLanes - 1) / (key_vectors * kLanes);
+    const long vectors = parts * key_vectors;  // of keys; the last may have hidden ones
     const long num_keys = vectors * kLanes, num_words = num_keys / Word::kPerWord;
     // The keys that are needed next are asked for in four parts, between what keeps the core busy.
     const bool is_last = start + kKeyBlock >= kv_end;
@@ -217,7 +221,8 @@ void attend_tile(const Task& task, const Task* next, const Shape& shape, const T
     }
 
     if (soon_count) prefetch_part(2);
-    multiply<Word>(m, vectors, q_words, words, k_words, kKeyBlock, scores, kKeyBlock, words, false);
+    multiply<Word>(m, vectors, q_words, words, k_words, kKeyBlock, scores, kKeyBlock, words, false,
+                   used_tiles);
     if (soon_count) prefetch_part(3);
 
     // Scores to weights, row by row; full blocks with a constant length, so that loops are unrolled.
@@ -283,7 +288,8 @@ void attend_tile(const Task& task, const Task* next, const Shape& shape, const T
         weigh(row, std::integral_constant<long, kKeyBlock / kLanes>{});
       else
         weigh(row, vectors);
-    multiply<Word>(m, cp / kLanes, p_words, key_words, v_words, cp, sums, cp, num_words, true);
+    multiply<Word>(m, cp / kLanes, p_words, key_words, v_words, cp, sums, cp, num_words, true,
+                   used_tiles);
   }
   for (long row = 0; row < m; row++) {
     T* to = out + ((request.row_start + task.q_start + row / group) * shape.heads +
@@ -406,11 +412,11 @@ inline __attribute__((always_inline)) void prefetch_first(const Batch& batch, co
 // Inside of a parallel region, by all of its threads; returns when all are done.
 template <class Word, class T>
 void attend_tasks(const Batch& batch, const TaskRange& range, const Shape& shape, const T* q,
-                  const T* pool_k, const T* pool_v, T* out) {
+                  const T* pool_k, const T* pool_v, T* out, TilesOf<Word>& tiles) {
   static thread_local Scratch scratch_of_thread;
   for (long i = range.first; i < range.last; i++)
     attend_tile<Word, T>(batch.tasks[i], i + 1 < range.last ? &batch.tasks[i + 1] : nullptr, shape, q,
-                         pool_k, pool_v, out, scratch_of_thread);
+                         pool_k, pool_v, out, scratch_of_thread, tiles);
 #pragma omp barrier
 }
 
@@ -428,7 +434,8 @@ void attend(const T* q, const T* k, const T* v, long q_stride, long kv_stride,
       std::memcpy(pool_k + write_slots[i] * kv_width, k + i * kv_stride, kv_width * sizeof(T));
       std::memcpy(pool_v + write_slots[i] * kv_width, v + i * kv_stride, kv_width * sizeof(T));
     }
-    attend_tasks<Word, T>(batch, TaskRange(batch), shape, q, pool_k, pool_v, out);
+    TilesOf<Word> tiles;
+    attend_tasks<Word, T>(batch, TaskRange(batch), shape, q, pool_k, pool_v, out, tiles);
   }
 }
 

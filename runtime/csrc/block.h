@@ -78,7 +78,7 @@ void run_stack(const Stack<T>& stack, const Batch& batch, const Shape& shape) {
         std::memcpy(pool_k + to, row + q_width, kv_width * sizeof(T));
         std::memcpy(pool_v + to, row + q_width + kv_width, kv_width * sizeof(T));
       }
-      attend_tasks<Word, T>(batch, tasks, shape, qkv, pool_k, pool_v, attended);
+      attend_tasks<Word, T>(batch, tasks, shape, qkv, pool_k, pool_v, attended, tiles);
       linear_share<Word>((const uint32_t*)attended, n, panels_of(d), add_out, tiles,
                          Ahead(to_activated, panels_of(stack.inner)));
 #pragma omp barrier

@@ -81,18 +81,25 @@ inline void ask_for(const uint32_t* const* panels, long word) {
     for (long i = 0; i < kTileWords; i++) __builtin_prefetch(panels[v] + (word + i) * kLanes);
 }
 
-// sums[rows, 16 NV] of at most sixteen rows: the tiles are shaped for them. As in multiply_tile, kAhead further panels are
-// asked for on the way.
+// sums[rows, 16 NV] (+)= a * b for at most sixteen rows, which the tiles are shaped for; arguments as of
+// multiply_tile. kAhead further panels are asked for on the way.
 template <int NV, int kAhead>
-void multiply_upper(const uint32_t* a, const uint32_t* const* b, long words, float* sums,
-                    const uint32_t* const* ahead) {
+void multiply_upper(const uint32_t* a, long lda, const uint32_t* const* b, long step, long words,
+                    float* sums, long stride, bool accumulate, const uint32_t* const* ahead) {
   constexpr long kNear = 2 * kTileWords;
-  constexpr long kStride = NV * kLanes * sizeof(float);
+  const long row = lda * 4, column = step * 4, sums_row = stride * 4;  // bytes
   asm volatile("" ::: "memory");
-  _tile_zero(0);
-  if constexpr (NV > 1) _tile_zero(1);
-  if constexpr (NV > 2) _tile_zero(2);
-  if constexpr (NV > 3) _tile_zero(3);
+  if (accumulate) {
+    _tile_loadd(0, sums, sums_row);
+    if constexpr (NV > 1) _tile_loadd(1, sums + kLanes, sums_row);
+    if constexpr (NV > 2) _tile_loadd(2, sums + 2 * kLanes, sums_row);
+    if constexpr (NV > 3) _tile_loadd(3, sums + 3 * kLanes, sums_row);
+  } else {
+    _tile_zero(0);
+    if constexpr (NV > 1) _tile_zero(1);
+    if constexpr (NV > 2) _tile_zero(2);
+    if constexpr (NV > 3) _tile_zero(3);
+  }
   for (long word = 0; word < words; word += kTileWords) {
     if constexpr (kAhead > 0) {
       if (word + kNear < words)
@@ -100,26 +107,26 @@ void multiply_upper(const uint32_t* a, const uint32_t* const* b, long words, flo
       else
         ask_for<kAhead>(ahead, std::max(0L, word + kNear - words));
     }
-    _tile_loadd(4, a + word, words * 4);
-    _tile_loadd(6, b[0] + word * kLanes, 64);
+    _tile_loadd(4, a + word, row);
+    _tile_loadd(6, b[0] + word * step, column);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (NV > 1) {
-      _tile_loadd(7, b[1] + word * kLanes, 64);
+      _tile_loadd(7, b[1] + word * step, column);
       _tile_dpbf16ps(1, 4, 7);
     }
     if constexpr (NV > 2) {
-      _tile_loadd(6, b[2] + word * kLanes, 64);
+      _tile_loadd(6, b[2] + word * step, column);
       _tile_dpbf16ps(2, 4, 6);
     }
     if constexpr (NV > 3) {
-      _tile_loadd(7, b[3] + word * kLanes, 64);
+      _tile_loadd(7, b[3] + word * step, column);
       _tile_dpbf16ps(3, 4, 7);
     }
   }
-  _tile_stored(0, sums, kStride);
-  if constexpr (NV > 1) _tile_stored(1, sums + kLanes, kStride);
-  if constexpr (NV > 2) _tile_stored(2, sums + 2 * kLanes, kStride);
-  if constexpr (NV > 3) _tile_stored(3, sums + 3 * kLanes, kStride);
+  _tile_stored(0, sums, sums_row);
+  if constexpr (NV > 1) _tile_stored(1, sums + kLanes, sums_row);
+  if constexpr (NV > 2) _tile_stored(2, sums + 2 * kLanes, sums_row);
+  if constexpr (NV > 3) _tile_stored(3, sums + 3 * kLanes, sums_row);
 }
 
 // sums[rows, 16 NV], rows `stride` floats apart, of sixteen rows and the rows below them.
@@ -157,6 +164,29 @@ void multiply_both(const uint32_t* a, const uint32_t* const* b, long words, floa
   }
 }
 
+// As multiply of products.h.
+inline void multiply_in_matrix_tiles(long m, long vectors, const uint32_t* a, long lda, const uint32_t* b,
+                                     long ldb, float* c, long ldc, long k, bool accumulate,
+                                     MatrixTiles& tiles) {
+  for (long row = 0; row < m; row += kMatrixRows) {
+    const long rows = std::min(kMatrixRows, m - row);
+    const uint32_t* from = a + row * lda;
+    tiles.shape(rows, rows);
+    for (long v = 0; v < vectors; v += 4) {
+      const uint32_t* columns[4];
+      for (int i = 0; i < 4; i++) columns[i] = b + (v + i) * kLanes;
+      float* to = c + row * ldc + v * kLanes;
+      const auto run = [&](auto f) { f(from, lda, columns, ldb, k, to, ldc, accumulate, nullptr); };
+      switch (vectors - v) {
+        case 1: run(multiply_upper<1, 0>); break;
+        case 2: run(multiply_upper<2, 0>); break;
+        case 3: run(multiply_upper<3, 0>); break;
+        default: run(multiply_upper<4, 0>); break;
+      }
+    }
+  }
+}
+
 // Rows first .. last - 1 of one tile of panels, as linear_tiles of products.h does it in vectors.
 template <int NV, class Sink>
 void linear_in_matrix_tiles(const uint32_t* x, long first, long last, long p,
@@ -171,9 +201,11 @@ void linear_in_matrix_tiles(const uint32_t* x, long first, long last, long p,
     if (rows <= kMatrixRows) {
       tiles.shape(rows, rows);
       if (row == first)
-        multiply_upper<NV, NV>(from, b, sink.words, sums, ahead);
+        multiply_upper<NV, NV>(from, sink.words, b, kLanes, sink.words, sums, NV * kLanes, false,
+                               ahead);
       else
-        multiply_upper<NV, 0>(from, b, sink.words, sums, nullptr);
+        multiply_upper<NV, 0>(from, sink.words, b, kLanes, sink.words, sums, NV * kLanes, false,
+                              nullptr);
     } else {
       tiles.shape(kMatrixRows, rows - kMatrixRows);
       for (int v = 0; v < NV; v += kPair) {

@@ -97,10 +97,15 @@ void multiply_columns(long m, const uint32_t* a, long lda, const uint32_t* b, lo
                                k, c + row * ldc, ldc, accumulate, nullptr);
 }
 
-// b: [k, 16 * vectors] words, rows `ldb` apart.
+// b: [k, 16 * vectors] words, rows `ldb` apart. `matrix_tiles`: null unless they can multiply k words.
 template <class Word>
 void multiply(long m, long vectors, const uint32_t* a, long lda, const uint32_t* b, long ldb,
-              float* c, long ldc, long k, bool accumulate) {
+              float* c, long ldc, long k, bool accumulate, TilesOf<Word>* matrix_tiles) {
+#if HAS_MATRIX_TILES
+  if constexpr (std::is_same_v<TilesOf<Word>, MatrixTiles>)
+    if (matrix_tiles)
+      return multiply_in_matrix_tiles(m, vectors, a, lda, b, ldb, c, ldc, k, accumulate, *matrix_tiles);
+#endif
   for (; vectors >= 4; vectors -= 4, b += 4 * kLanes, c += 4 * kLanes)
     multiply_columns<Word, 4>(m, a, lda, b, ldb, c, ldc, k, accumulate);
   switch (vectors) {
@@ -229,7 +234,7 @@ void multiply_panel(const uint32_t* row, const uint32_t* panel, long words, floa
   if constexpr (std::is_same_v<TilesOf<Word>, MatrixTiles>)
     if (matrix_tiles.can_multiply(words)) {
       matrix_tiles.shape(1, 1);
-      return multiply_upper<1, 0>(row, &panel, words, sums, nullptr);
+      return multiply_upper<1, 0>(row, words, &panel, kLanes, words, sums, kLanes, false, nullptr);
     }
 #endif
   multiply_tile<Word, 1, 1, 0>(row, words, &panel, kLanes, words, sums, kLanes, false, nullptr);
