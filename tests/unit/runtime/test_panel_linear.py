@@ -92,10 +92,11 @@ def make_block(
     bias: bool,
     norms: bool,
     head_norms: bool = False,
+    head_dim: int = 24,
     width: int = 64,
 ) -> DecoderBlock:
     generator = torch.Generator().manual_seed(0)
-    heads, kv_heads, head_dim, inner = 4, 2, 24, 80
+    heads, kv_heads, inner = 4, 2, 80
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (heads * head_dim, width),
         "self_attn.k_proj.weight": (kv_heads * head_dim, width),
@@ -129,22 +130,29 @@ def make_block(
 class Blocks:
     """Three random blocks behind 70 tokens of every request; ``rows``: (table row, new rows)."""
 
-    def __init__(self, dtype: torch.dtype, rows: list[tuple[int, int]], **parts: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        rows: list[tuple[int, int]],
+        *,
+        head_dim: int = 24,
+        **parts: bool,
+    ) -> None:
         kernels = fused_kernels()
-        self.blocks = [make_block(kernels, dtype, **parts) for _ in range(3)]
+        self.blocks = [make_block(kernels, dtype, head_dim=head_dim, **parts) for _ in range(3)]
         self.table = make_table()
         for row, count in rows:
             self.table.acquire_row()
             self.table.reserve(row, 70 + count)
         generator = torch.Generator().manual_seed(1)
         self.pool = KVPool(
-            num_layers=3, num_slots=4096, num_kv_heads=2, head_dim=24, dtype=dtype, device=CPU
+            num_layers=3, num_slots=4096, num_kv_heads=2, head_dim=head_dim, dtype=dtype, device=CPU
         )
         self.filled = torch.randn(self.pool._all.shape, generator=generator).to(dtype)
         chunks = [[1] * count for _, count in rows]
         self.batch = make_batch(self.table, [row for row, _ in rows], chunks, [70] * len(rows))
         self.x = torch.randn(sum(map(len, chunks)), 64, generator=generator).to(dtype)
-        rotary = RotaryEmbedding(RopeSpec(1e4), 24, device=CPU)
+        rotary = RotaryEmbedding(RopeSpec(1e4), head_dim, device=CPU)
         self.angles = rotary.angles(self.batch.positions_N, dtype, end=self.batch.end)
 
     def run(self, backend: CpuBackend) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -163,9 +171,12 @@ class Blocks:
 @pytest.mark.parametrize(
     ("norms", "head_norms"), [(False, False), (True, False), (True, True), (False, True)]
 )
+@pytest.mark.parametrize("head_dim", [24, 32])  # 32: whole matrix tiles
 @pytest.mark.parametrize("rows", [[(0, 40), (1, 7)], [(0, 1)], [(0, 1), (1, 3)], [(0, 230)]])
-def test_fused_blocks_equal_their_operations_bit_for_bit(dtype, bias, norms, head_norms, rows):
-    work = Blocks(dtype, rows, bias=bias, norms=norms, head_norms=head_norms)
+def test_fused_blocks_equal_their_operations_bit_for_bit(
+    dtype, bias, norms, head_norms, head_dim, rows
+):
+    work = Blocks(dtype, rows, bias=bias, norms=norms, head_norms=head_norms, head_dim=head_dim)
     fused_x, fused_kv, is_one_call = work.run(CpuBackend(fused_kernels()))
     single_x, single_kv, is_one_call_too = work.run(OneByOne(fused_kernels()))
     assert (is_one_call, is_one_call_too) == (True, False)

@@ -15,10 +15,16 @@ from tests.unit.runtime.model_fixtures import random_ids, save_model
 WIDTH = 64
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+# Heads of 32 fill the matrix tiles of a processor that has them; the others' are narrower.
+FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "wide heads": {"head_dim": 32}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def target(request, tmp_path_factory) -> Target:
     path = tmp_path_factory.mktemp("target")
-    save_model(path, request.param, vocab_size=11, hidden_size=WIDTH, intermediate_size=80)
+    sizes = {"vocab_size": 11, "hidden_size": WIDTH, "intermediate_size": 80}
+    family = request.param if request.param in ("qwen2", "qwen3") else "llama"
+    save_model(path, family, **sizes, **FAMILIES[request.param])
     loaded = load_target(path, dtype=torch.bfloat16, device=torch.device("cpu"))
     if not isinstance(loaded.model.lm_head, PanelLinear):
         pytest.skip("no bfloat16 products on this processor, or no compiler")

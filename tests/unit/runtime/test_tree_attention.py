@@ -44,11 +44,12 @@ def random_tree(num_nodes: int, *, count: int, seed: int) -> torch.Tensor:
 def attend_slowly(
     q_HC: torch.Tensor, k_TGC: torch.Tensor, v_TGC: torch.Tensor, seen: list[int]
 ) -> torch.Tensor:
-    out = torch.zeros(HEADS, WIDTH, dtype=torch.float64)
+    width = q_HC.shape[1]
+    out = torch.zeros(HEADS, width, dtype=torch.float64)
     for head in range(HEADS):
         group = head // (HEADS // KV_HEADS)
         keys, values = k_TGC[seen, group].double(), v_TGC[seen, group].double()
-        out[head] = torch.softmax(keys @ q_HC[head].double() / math.sqrt(WIDTH), 0) @ values
+        out[head] = torch.softmax(keys @ q_HC[head].double() / math.sqrt(width), 0) @ values
     return out
 
 
@@ -60,6 +61,7 @@ def run_tree_rows(
     *,
     num_new: int,
     dtype: torch.dtype = torch.float32,
+    width: int = WIDTH,
     is_scattered: bool = False,
 ) -> float:
     """Largest relative error of the last ``num_new`` rows of each tree; the rest was there."""
@@ -75,7 +77,7 @@ def run_tree_rows(
         num_layers=1,
         num_slots=4096,
         num_kv_heads=KV_HEADS,
-        head_dim=WIDTH,
+        head_dim=width,
         dtype=dtype,
         device=torch.device("cpu"),
     )
@@ -89,7 +91,7 @@ def run_tree_rows(
         input_ids_BS=torch.zeros(count, num_new, dtype=torch.int64),
         visible_BSJ=visible_BRR[:, num_rows - num_new :],
     )
-    merged = torch.randn(count * num_new, HEADS + 2 * KV_HEADS, WIDTH, generator=generator).to(
+    merged = torch.randn(count * num_new, HEADS + 2 * KV_HEADS, width, generator=generator).to(
         dtype
     )
     q, k, v = merged.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
@@ -138,10 +140,18 @@ def test_a_block_longer_than_a_tile_of_keys(backend):
     assert run_tree_rows(backend, make_table(), [0, 70], visible, num_new=num_rows) < 2e-6
 
 
-def test_bfloat16_is_rounded_once(backend):
-    visible = visible_rows(random_tree(12, count=2, seed=3), 12)
+@pytest.mark.parametrize("width", [WIDTH, 64])  # 64: whole matrix tiles
+@pytest.mark.parametrize("num_nodes", [12, 40])
+def test_bfloat16_is_rounded_once(backend, num_nodes, width):
+    visible = visible_rows(random_tree(num_nodes, count=2, seed=3), num_nodes)
     error = run_tree_rows(
-        backend, make_table(), [130, 17], visible, num_new=13, dtype=torch.bfloat16
+        backend,
+        make_table(),
+        [130, 17],
+        visible,
+        num_new=num_nodes + 1,
+        dtype=torch.bfloat16,
+        width=width,
     )
     assert error < 2e-2
 
