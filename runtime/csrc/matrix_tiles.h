@@ -17,6 +17,8 @@ namespace {
 
 constexpr long kTileWords = 16;  // contracted by one instruction, 32 bfloat16
 constexpr long kMatrixRows = 16;
+constexpr long kNearestWords = 288;  // of two panels, 36 KB
+constexpr long kRowBlock = 192;      // rows of A that stay in the second-level cache
 
 #if HAS_MATRIX_TILES
 
@@ -129,25 +131,37 @@ void multiply_upper(const uint32_t* a, long lda, const uint32_t* const* b, long 
   if constexpr (NV > 3) _tile_stored(3, sums + 3 * kLanes, sums_row);
 }
 
-// sums[rows, 16 NV], rows `stride` floats apart, of sixteen rows and the rows below them.
+// The same for sixteen rows and those below them, over words first .. last - 1; further ones add to the
+// sums. kAhead panels are asked for all along.
 template <int NV, int kAhead>
-void multiply_both(const uint32_t* a, const uint32_t* const* b, long words, float* sums, long stride,
-                   const uint32_t* const* ahead) {
+void multiply_both(const uint32_t* a, long lda, const uint32_t* const* b, long first, long last,
+                   float* sums, long stride, const uint32_t* const* ahead) {
   static_assert(NV <= 2, "two registers for each column of sums");
-  const uint32_t* lower = a + kMatrixRows * words;
+  const long row = lda * 4, sums_row = stride * 4;  // bytes
+  const uint32_t* lower = a + kMatrixRows * lda;
+  float* below = sums + kMatrixRows * stride;
   asm volatile("" ::: "memory");
-  _tile_zero(0);
-  _tile_zero(2);
-  if constexpr (NV > 1) {
-    _tile_zero(1);
-    _tile_zero(3);
+  if (first) {
+    _tile_loadd(0, sums, sums_row);
+    _tile_loadd(2, below, sums_row);
+    if constexpr (NV > 1) {
+      _tile_loadd(1, sums + kLanes, sums_row);
+      _tile_loadd(3, below + kLanes, sums_row);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(2);
+    if constexpr (NV > 1) {
+      _tile_zero(1);
+      _tile_zero(3);
+    }
   }
-  for (long word = 0; word < words; word += kTileWords) {
+  for (long word = first; word < last; word += kTileWords) {
     if constexpr (kAhead > 0) ask_for<kAhead>(ahead, word);
-    _tile_loadd(4, a + word, words * 4);
+    _tile_loadd(4, a + word, row);
     _tile_loadd(6, b[0] + word * kLanes, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, lower + word, words * 4);
+    _tile_loadd(5, lower + word, row);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (NV > 1) {
       _tile_loadd(7, b[1] + word * kLanes, 64);
@@ -155,13 +169,27 @@ void multiply_both(const uint32_t* a, const uint32_t* const* b, long words, floa
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  float* below = sums + kMatrixRows * stride;
-  _tile_stored(0, sums, stride * sizeof(float));
-  _tile_stored(2, below, stride * sizeof(float));
+  _tile_stored(0, sums, sums_row);
+  _tile_stored(2, below, sums_row);
   if constexpr (NV > 1) {
-    _tile_stored(1, sums + kLanes, stride * sizeof(float));
-    _tile_stored(3, below + kLanes, stride * sizeof(float));
+    _tile_stored(1, sums + kLanes, sums_row);
+    _tile_stored(3, below + kLanes, sums_row);
   }
+}
+
+// Words first .. last - 1 of up to thirty-two rows. `ahead` may be null.
+template <int NV>
+void multiply_pair(const uint32_t* a, long rows, long lda, const uint32_t* const* b, long first, long last,
+                   float* sums, long stride, const uint32_t* const* ahead, MatrixTiles& tiles) {
+  if (rows > kMatrixRows) {
+    tiles.shape(kMatrixRows, rows - kMatrixRows);
+    if (ahead) return multiply_both<NV, NV>(a, lda, b, first, last, sums, stride, ahead);
+    return multiply_both<NV, 0>(a, lda, b, first, last, sums, stride, nullptr);
+  }
+  const uint32_t* columns[NV];
+  for (int v = 0; v < NV; v++) columns[v] = b[v] + first * kLanes;
+  tiles.shape(rows, rows);
+  multiply_upper<NV, 0>(a + first, lda, columns, kLanes, last - first, sums, stride, first > 0, nullptr);
 }
 
 // As multiply of products.h.
@@ -192,32 +220,26 @@ template <int NV, class Sink>
 void linear_in_matrix_tiles(const uint32_t* x, long first, long last, long p,
                             const uint32_t* const* ahead, const Sink& sink, MatrixTiles& tiles) {
   constexpr int kPair = NV < 2 ? 1 : 2;
+  constexpr long kStride = NV * kLanes;
   const uint32_t* b[NV];
-  alignas(64) float sums[2 * kMatrixRows * NV * kLanes];
+  alignas(64) float sums[kRowBlock * kStride];
   sink.panels(p, NV, b);
-  for (long row = first; row < last; row += 2 * kMatrixRows) {
-    const long rows = std::min(2 * kMatrixRows, last - row);
-    const uint32_t* from = x + row * sink.words;
-    if (rows <= kMatrixRows) {
-      tiles.shape(rows, rows);
-      if (row == first)
-        multiply_upper<NV, NV>(from, sink.words, b, kLanes, sink.words, sums, NV * kLanes, false,
-                               ahead);
-      else
-        multiply_upper<NV, 0>(from, sink.words, b, kLanes, sink.words, sums, NV * kLanes, false,
-                              nullptr);
-    } else {
-      tiles.shape(kMatrixRows, rows - kMatrixRows);
-      for (int v = 0; v < NV; v += kPair) {
-        float* columns = sums + v * kLanes;
-        if (row == first)
-          multiply_both<kPair, kPair>(from, b + v, sink.words, columns, NV * kLanes, ahead + v);
-        else
-          multiply_both<kPair, 0>(from, b + v, sink.words, columns, NV * kLanes, nullptr);
-      }
-    }
-    for (long i = 0; i < rows; i++) sink.take(row + i, p, NV, sums + i * NV * kLanes);
+  const long rows = last - first, words = sink.words;
+  const uint32_t* from = x + first * words;
+  if (rows <= kMatrixRows) {
+    tiles.shape(rows, rows);
+    multiply_upper<NV, NV>(from, words, b, kLanes, words, sums, kStride, false, ahead);
+  } else {
+    // Two panels at a time, and no more of them than stay in the first-level cache for all rows.
+    for (int v = 0; v < NV; v += kPair)
+      for (long word = 0; word < words; word += kNearestWords)
+        for (long row = 0; row < rows; row += 2 * kMatrixRows)
+          multiply_pair<kPair>(from + row * words, std::min(2 * kMatrixRows, rows - row), words, b + v,
+                               word, std::min(words, word + kNearestWords),
+                               sums + row * kStride + v * kLanes, kStride, row ? nullptr : ahead + v,
+                               tiles);
   }
+  for (long i = 0; i < rows; i++) sink.take(first + i, p, NV, sums + i * kStride);
 }
 
 #else

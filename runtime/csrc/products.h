@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int kTileRows = 6;             // 6 x 4 accumulators of 32 vector registers
-constexpr long kRowBlock = 192;          // rows of A that stay in the second-level cache
 constexpr long kSerialProducts = 65536;  // below this, starting threads costs more than it saves
 constexpr long kNearWords = 32;          // how far ahead the only pass over weights asks for them
 
