@@ -219,6 +219,16 @@ def _keep_other_rungs(content: dict[str, Any], places: Sequence[Path]) -> dict[s
     return content
 
 
+def _vocabulary(spec: HeadSpec) -> str:
+    """Whose embedding and ``lm_head`` it takes."""
+    if spec.lm_head == spec.embedding == "target":
+        return "Embedding and `lm_head` are the target's and not in here."
+    if spec.embedding == "own":
+        return "Embedding and `lm_head` are its own."
+    embedding = "It has no embedding" if spec.kind == "medusa" else "The embedding is the target's"
+    return f"{embedding}; `lm_head` is its own."
+
+
 def describe_head(report: LadderReport, spec: HeadSpec) -> str:
     """Markdown: what the head is, what was measured how, and how to load it."""
     num_params = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values())
@@ -226,8 +236,8 @@ def describe_head(report: LadderReport, spec: HeadSpec) -> str:
     return f"""# Draft head ({spec.kind})
 
 Drafts tokens for speculative decoding with one target model, and with no other: the one whose
-weights have the fingerprint `{report.target}`. Embedding and `lm_head` are the target's and not in
-here. {num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query and \
+weights have the fingerprint `{report.target}`. {_vocabulary(spec)}
+{num_params:,} values; width {spec.hidden_size}, {spec.num_heads} query and \
 {spec.num_kv_heads} key/value heads, vocabulary {spec.vocab_size}.{_draft_vocab(spec)}
 
 {hashes}

@@ -10,10 +10,10 @@ import pytest
 
 from mtp_train.export.weights import hash_files
 from mtp_train.run_dir import RunDirectory, read_json, write_json_atomic
-from mtp_train.validate.output import stored_rung, write_report
+from mtp_train.validate.output import describe_head, stored_rung, write_report
 from mtp_train.validate.report import LadderReport, RungResult
 from runtime.head_spec import HeadSpec, save_head
-from tests.unit.trainer.reference import random_head, tiny_spec
+from tests.unit.trainer.reference import NARROW, eagle3, medusa, random_head, tiny_spec
 
 
 @pytest.fixture
@@ -108,3 +108,19 @@ def test_a_report_of_before_the_stamps_is_read(run: RunDirectory) -> None:
     kept = write(run, rung("P2"))["rungs"]["P1"]
     assert kept["climbed_at"] == ""
     assert kept["head_sha256"] == hash_files(run.head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Embedding and `lm_head` are the target's"),
+        (medusa(), "Embedding and `lm_head` are the target's"),
+        (medusa(lm_head="own"), "It has no embedding; `lm_head` is its own"),
+        (eagle3(), "The embedding is the target's; `lm_head` is its own"),
+        (eagle3(**NARROW), "Embedding and `lm_head` are its own"),
+    ],
+    ids=["mtp", "medusa", "medusa with lm_heads", "eagle3", "narrow eagle3"],
+)
+def test_the_page_beside_a_head_says_what_is_its_own(changes: dict[str, Any], said: str) -> None:
+    report = LadderReport(target="t", head="h", head_sha256={}, rungs=())
+    assert said in describe_head(report, tiny_spec(**changes))
