@@ -36,6 +36,7 @@ TINY = {
     "eagle3": HEADS["full"],
     "eagle3_reduced": HEADS["reduced"],
     "eagle3_norm_output": HEADS["norm_output"],
+    "eagle3_narrow": HEADS["narrow"],
     "eagle_sglang": TinyHead("eagle_sglang", replace(EAGLE, projection_bias=True)),
     "mimo": TinyHead("mimo", HeadConfig(concat="hidden_embedding", decoder="llama")),
 }
