@@ -75,10 +75,11 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --no-deps -r constraints-vllm.txt
 	@touch $@
 
-# Of SGLang the tests read heads with its own loader; nothing of it is computed. Sources only.
+# Of SGLang the tests read heads with its own loader; nothing of it is computed. Its sources, and the one package
+# that they import and vLLM's environment lacks.
 $(SGLANG)/.setup-done: Makefile
 	rm -rf $(SGLANG)
-	@$(BIN)/pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 || \
+	@$(BIN)/pip install --quiet --no-deps --target $(SGLANG) sglang==0.5.23 orjson==3.13.0 || \
 		{ mkdir -p $(SGLANG); echo "tests of SGLang's loader will be skipped" >&2; }
 	@touch $@
 
