@@ -20,6 +20,11 @@ constexpr long kMatrixRows = 16;
 constexpr long kNearestWords = 288;  // of two panels, 36 KB
 constexpr long kRowBlock = 192;      // rows of A that stay in the second-level cache
 
+// Of words that are not multiplied in tiles.
+struct NoTiles {
+  bool can_multiply(long) const { return false; }
+};
+
 #if HAS_MATRIX_TILES
 
 // Linux saves tile registers for processes that have asked for them.
@@ -243,16 +248,7 @@ void linear_in_matrix_tiles(const uint32_t* x, long first, long last, long p,
 }
 
 #else
-
-struct MatrixTiles {
-  bool can_multiply(long) const { return false; }
-};
-
+using MatrixTiles = NoTiles;
 #endif
-
-// Words that are not multiplied in tiles.
-struct NoTiles {
-  bool can_multiply(long) const { return false; }
-};
 
 }  // namespace
