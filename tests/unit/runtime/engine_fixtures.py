@@ -13,7 +13,7 @@ from mtp_train.validate.recompute import draft_state_errors
 from runtime.batch import ForwardBatch
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import EAGLE3_FIELDS, MEDUSA_FIELDS, HeadSpec, RopeSpec
+from runtime.head_spec import EAGLE3_FIELDS, EAGLE_FIELDS, MEDUSA_FIELDS, HeadSpec, RopeSpec
 from runtime.kv_cache import KVPool, SlotTable
 from runtime.layer_parts import PLAIN_LAYER
 from runtime.models.base import DraftModel, Model
@@ -95,6 +95,15 @@ MEDUSA: dict[str, Any] = {
     "num_blocks": 3,
     "projection_bias": True,
     **MEDUSA_FIELDS,
+}
+
+OTHER_HEADS: dict[str, dict[str, Any]] = {
+    "eagle with a bias": {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
+    "two layers": {"num_layers": 2},
+    "eagle3": EAGLE3,
+    "narrow eagle3": NARROW,
+    "medusa": MEDUSA,
+    "medusa with lm_heads": MEDUSA | {"lm_head": "own"},
 }
 
 

@@ -17,7 +17,7 @@ from runtime import sharding
 from runtime.batch import BatchMode, build_batch, upload_ids
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import EAGLE_FIELDS, DraftVocab, HeadSpec, hash_vocab_ids
+from runtime.head_spec import DraftVocab, HeadSpec, hash_vocab_ids
 from runtime.kv_cache import SlotTable
 from runtime.layer_parts import LatentSpec
 from runtime.linear import PlainLinear
@@ -29,10 +29,8 @@ from runtime.sharding import HeadShare, Shard, share_heads
 from runtime.spec.base import PlainSchedule
 from runtime.spec.mtp import MtpSchedule
 from tests.unit.runtime.engine_fixtures import (
-    EAGLE3,
     EOS,
-    MEDUSA,
-    NARROW,
+    OTHER_HEADS,
     VOCAB,
     head_spec,
     make_requests,
@@ -222,25 +220,7 @@ def test_speculation_gives_the_tokens_and_the_drafts_of_one_rank(
         assert any(step.num_accepted for one in spread for step in one.steps)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
-        {"num_layers": 2},
-        EAGLE3,
-        NARROW,
-        MEDUSA,
-        MEDUSA | {"lm_head": "own"},
-    ],
-    ids=[
-        "eagle with a bias",
-        "two layers",
-        "eagle3",
-        "narrow eagle3",
-        "medusa",
-        "medusa with lm_heads",
-    ],
-)
+@pytest.mark.parametrize("changes", OTHER_HEADS.values(), ids=OTHER_HEADS.keys())
 def test_another_head_drafts_as_on_one_rank(changes: dict[str, Any], tmp_path: Path) -> None:
     case = make_case(tmp_path, "even", **changes)
     requests = make_requests(6, temperature=0.9, ignore_eos=True)

@@ -12,7 +12,7 @@ import torch
 
 from runtime.config import EngineConfig
 from runtime.engine import Engine
-from runtime.head_spec import EAGLE_FIELDS, DraftVocab, hash_vocab_ids
+from runtime.head_spec import DraftVocab, hash_vocab_ids
 from runtime.kv_cache import KVPool
 from runtime.metrics import pool_acceptance
 from runtime.models.heads import build_head
@@ -26,10 +26,8 @@ from runtime.spec.tree import TreeSchedule
 from runtime.spec.tree_draft import FixedGrower
 from runtime.verify_tree import VerifiedTree
 from tests.unit.runtime.engine_fixtures import (
-    EAGLE3,
     EOS,
-    MEDUSA,
-    NARROW,
+    OTHER_HEADS,
     StubDraft,
     check_draft_state,
     head_spec,
@@ -95,25 +93,7 @@ def test_output_and_state_equal_plain_decoding(
 
 
 @pytest.mark.parametrize("shape", ["fixed", "dynamic"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kind": "eagle", "projection_bias": True, **EAGLE_FIELDS},
-        {"num_layers": 2},
-        EAGLE3,
-        NARROW,
-        MEDUSA,
-        MEDUSA | {"lm_head": "own"},
-    ],
-    ids=[
-        "eagle with a bias",
-        "two layers",
-        "eagle3",
-        "narrow eagle3",
-        "medusa",
-        "medusa with lm_heads",
-    ],
-)
+@pytest.mark.parametrize("changes", OTHER_HEADS.values(), ids=OTHER_HEADS.keys())
 def test_trees_of_another_head_are_its_own_and_exact(
     target: Target, changes: dict[str, Any], shape: str
 ) -> None:
